@@ -1,0 +1,2 @@
+//! The llmd process.
+fn main() {}

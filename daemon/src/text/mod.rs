@@ -1,0 +1,3 @@
+//! Between text and token ids.
+
+pub mod source;
