@@ -11,7 +11,8 @@ pub struct PlanEntry {
     pub start: u32,
     /// How many tokens are computed; at least one.
     pub tokens: u32,
-    /// Whether the last of them is the sequence's last known token, so that the next one is sampled from it.
+    /// Whether the last of them is the sequence's last known token, so that the next one is sampled from it (never, for a
+    /// sequence that asked for no tokens).
     pub samples: bool,
 }
 
@@ -26,7 +27,10 @@ pub struct StepPlan {
     pub preempted: Vec<SequenceId>,
     /// Sequences taken from the queue while this plan was made.
     pub admitted: Vec<SequenceId>,
-    /// Rows computed for members that have already ended (static scheduling only; always 0 when continuous).
+    /// Rows computed for members that have already ended (static scheduling only; always 0 when continuous). Each is one
+    /// more sequence of one token in the batch: a copy of a decode entry of this plan (there is at least one), its token,
+    /// position and block table included, whose `slot_mapping` points into `Scheduler::scratch_block` and whose
+    /// logits nobody wants. So it costs what a decode costs and touches nobody's cache.
     pub padding_rows: u32,
 }
 
@@ -34,5 +38,15 @@ impl StepPlan {
     /// Tokens this step computes.
     pub fn tokens(&self) -> usize {
         self.entries.iter().map(|e| e.tokens as usize).sum()
+    }
+
+    /// Whether there is nothing to compute.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Entries whose next token is sampled, in the order in which `Scheduler::commit` wants the tokens.
+    pub fn sampling(&self) -> impl Iterator<Item = SequenceId> {
+        self.entries.iter().filter(|e| e.samples).map(|e| e.sequence)
     }
 }
