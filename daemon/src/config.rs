@@ -42,7 +42,6 @@ pub const SESSIONS: RangeInclusive<u64> = 1..=16384;
 pub const REQUESTS_PER_SESSION: RangeInclusive<u64> = 1..=512;
 /// Allowed `drain_timeout`, in seconds.
 pub const DRAIN_SECONDS: RangeInclusive<u64> = 0..=86400;
-const _: () = assert!(*SESSIONS.end() as usize <= llmd_protocol::control::CLIENTS_LISTED_MAX);
 
 /// The text of a value, as written in the file (without quotes), in the environment or on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -178,13 +177,13 @@ pub struct Surroundings {
 }
 
 impl Surroundings {
-    /// Looks at the environment and the affinity of this process.
-    pub fn observe(passed: &crate::listen::Passed) -> Self {
+    /// Looks at the environment and the affinity of this process; the arguments say what systemd passed.
+    pub fn observe(socket_passed: bool, control_passed: bool) -> Self {
         Self {
             runtime_dir: std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty()).map(PathBuf::from),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            socket_passed: passed.socket.is_some(),
-            control_passed: passed.control.is_some(),
+            socket_passed,
+            control_passed,
         }
     }
 }

@@ -6,6 +6,8 @@ pub mod batch;
 pub mod config;
 pub mod kv_cache;
 pub mod listen;
+pub mod logging;
+pub mod metrics;
 pub mod plan;
 pub mod sequence;
 pub mod text;
