@@ -4,6 +4,7 @@
 pub mod backend;
 pub mod batch;
 pub mod config;
+pub mod control;
 pub mod kv_cache;
 pub mod listen;
 pub mod logging;
