@@ -401,9 +401,7 @@ impl History {
     fn latency(&self, metrics: &Metrics, now: Instant, began: Instant) -> LatencyStatus {
         let all = latency_counts(metrics);
         let (since, counts) = match self.latencies.front() {
-            Some(first) if all != first.counts => {
-                (first.at, std::array::from_fn(|i| all[i].since(&first.counts[i])))
-            }
+            Some(first) if all != first.counts => (first.at, std::array::from_fn(|i| all[i].since(&first.counts[i]))),
             _ => (began, all),
         };
         let [first_token, inter_token, end_to_end] = counts.map(|counts: LatencyCounts| {

@@ -104,10 +104,7 @@ fn status_says_what_the_counters_say() {
     assert_eq!((status.state, status.pid), (DaemonState::Ready, std::process::id()));
     assert_eq!(status.model.unwrap().name, "tiny");
     assert_eq!(status.load, LoadStatus { waiting: 1, running: 3, running_max: 64, waiting_max: 1024 });
-    assert_eq!(
-        status.kv,
-        KvStatus { total: 10, free: 5, cached: 2, owned: 3, block_tokens: 16, bytes: 1 << 30 }
-    );
+    assert_eq!(status.kv, KvStatus { total: 10, free: 5, cached: 2, owned: 3, block_tokens: 16, bytes: 1 << 30 });
     assert_eq!((status.totals.accepted, status.totals.prompt_tokens), (2, 120));
     assert_eq!(status.totals.finished, [("length".to_owned(), 1)]);
     assert_eq!(status.totals.rejected, [("busy".to_owned(), 1)]);

@@ -76,10 +76,11 @@ impl Logging {
 impl Drop for Logging {
     fn drop(&mut self) {
         // The writer is joined only if it is alive and well; one that hangs in a write goes with the process.
-        if self.flush() && self.lines.try_send(Entry::End).is_ok() {
-            if let Some(writer) = self.writer.take() {
-                let _ = writer.join();
-            }
+        if self.flush()
+            && self.lines.try_send(Entry::End).is_ok()
+            && let Some(writer) = self.writer.take()
+        {
+            let _ = writer.join();
         }
     }
 }

@@ -21,9 +21,8 @@ pub const LATENCY_BOUNDS: [f64; 31] = [
     6.3e-2, 1.0e-1, 1.6e-1, 2.5e-1, 4.0e-1, 6.3e-1, 1.0, 1.6, 2.5, 4.0, 6.3, 10.0, 16.0, 25.0, 40.0, 63.0, 100.0,
 ];
 /// Upper bounds of counts of tokens and sequences in a step.
-pub const COUNT_BOUNDS: [f64; 16] = [
-    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0,
-];
+pub const COUNT_BOUNDS: [f64; 16] =
+    [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0];
 
 /// Reasons a request may end with after it was accepted, with vLLM's word for each. The last takes whatever is not listed.
 const ENDED: [(&str, &str); 9] = [
@@ -251,7 +250,8 @@ impl Metrics {
             step_decode: make.counts("llmd_step_tokens", step_tokens, kind("decode")),
             batch_tokens: make.counts("llmd_batch_tokens", "Tokens computed in a step, of both kinds.", None),
             batch_sequences: make.counts("llmd_batch_sequences", "Sequences in a step.", None),
-            prefill_tokens: make.counter("llmd_prefill_tokens_total", "Prompt tokens computed, again after preemption."),
+            prefill_tokens: make
+                .counter("llmd_prefill_tokens_total", "Prompt tokens computed, again after preemption."),
             decode_tokens: make.counter("llmd_decode_tokens_total", "Tokens computed past the prompt."),
             prompt_tokens: make.counter("llmd_prompt_tokens_total", "Tokens of accepted prompts."),
             output_tokens: make.counter("llmd_output_tokens_total", "Tokens generated."),
@@ -461,18 +461,24 @@ impl Metrics {
     fn push_requests(&self, families: &mut Vec<MetricFamily>) {
         let (accepted, ended) = self.requests();
         let live = accepted.saturating_sub(ended.iter().sum());
-        families.push(family("llmd_requests_accepted_total", "Requests taken into the queue.", MetricType::COUNTER, [
-            counter(accepted, &[]),
-        ]));
+        families.push(family(
+            "llmd_requests_accepted_total",
+            "Requests taken into the queue.",
+            MetricType::COUNTER,
+            [counter(accepted, &[])],
+        ));
         families.push(family(
             "llmd_requests_ended_total",
             "Accepted requests that ended, by reason; accepted = ended + live.",
             MetricType::COUNTER,
             ENDED.iter().zip(ended).map(|((reason, _), n)| counter(n, &[("reason", reason)])),
         ));
-        families.push(family("llmd_requests_live", "Accepted requests that have not ended.", MetricType::GAUGE, [
-            gauge(live as f64, &[]),
-        ]));
+        families.push(family(
+            "llmd_requests_live",
+            "Accepted requests that have not ended.",
+            MetricType::GAUGE,
+            [gauge(live as f64, &[])],
+        ));
         families.push(family(
             "llmd_rejects_total",
             "Requests refused before they were accepted, by reason.",
@@ -723,7 +729,9 @@ mod tests {
         metrics.load(0, 0);
         metrics.kv(7, 3, 0, 10);
         let text = metrics.render();
-        for name in ["requests_waiting", "requests_running", "requests_live", "kv_usage_ratio", "sessions", "spill_bytes"] {
+        for name in
+            ["requests_waiting", "requests_running", "requests_live", "kv_usage_ratio", "sessions", "spill_bytes"]
+        {
             assert_eq!(value(&text, &format!("llmd_{name}")), 0.0, "{name}");
         }
         assert_eq!(value(&text, "llmd_kv_blocks{state=\"owned\"}"), 0.0);
