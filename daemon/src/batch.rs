@@ -36,6 +36,7 @@ impl ForwardBatch {
 
     /// Block ids of sequence `s`.
     pub fn block_table(&self, s: usize) -> &[u32] {
-        &self.block_tables[self.block_table_starts[s] as usize..self.block_table_starts[s + 1] as usize]
+        &self.block_tables
+            [self.block_table_starts[s] as usize..self.block_table_starts[s + 1] as usize]
     }
 }
