@@ -3,7 +3,9 @@
 
 pub mod backend;
 pub mod batch;
+pub mod config;
 pub mod kv_cache;
+pub mod listen;
 pub mod plan;
 pub mod sequence;
 pub mod text;
