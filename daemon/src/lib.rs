@@ -4,6 +4,7 @@
 pub mod backend;
 pub mod batch;
 pub mod kv_cache;
+pub mod model;
 pub mod plan;
 pub mod sequence;
 pub mod text;
