@@ -30,11 +30,7 @@ pub struct ForwardBatch {
 impl ForwardBatch {
     /// A batch that never allocates again while steps keep within `tokens_per_step_max` rows of `sequences_max`
     /// sequences of `context_max` positions.
-    pub fn with_limits(
-        tokens_per_step_max: usize,
-        sequences_max: usize,
-        context_max: usize,
-    ) -> Self {
+    pub fn with_limits(tokens_per_step_max: usize, sequences_max: usize, context_max: usize) -> Self {
         Self {
             tokens: Vec::with_capacity(tokens_per_step_max),
             positions: Vec::with_capacity(tokens_per_step_max),
@@ -59,8 +55,7 @@ impl ForwardBatch {
 
     /// Block ids of sequence `s`.
     pub fn block_table(&self, s: usize) -> &[u32] {
-        &self.block_tables
-            [self.block_table_starts[s] as usize..self.block_table_starts[s + 1] as usize]
+        &self.block_tables[self.block_table_starts[s] as usize..self.block_table_starts[s + 1] as usize]
     }
 
     /// Takes over a plan, whose sequences `lookup` finds. Row by row as the plan has it: entry s of the plan is sequence
@@ -94,41 +89,24 @@ impl ForwardBatch {
 
     fn push(&mut self, entry: &PlanEntry, sequence: &Sequence) {
         let (start, end) = (entry.start as usize, (entry.start + entry.tokens) as usize);
-        assert_eq!(
-            sequence.id, entry.sequence,
-            "a plan names a sequence of another generation"
-        );
+        assert_eq!(sequence.id, entry.sequence, "a plan names a sequence of another generation");
         assert!(entry.tokens > 0, "an entry computes at least one token");
-        assert!(
-            end <= sequence.tokens.len(),
-            "a plan goes beyond the tokens known"
-        );
-        assert!(
-            !entry.samples || end == sequence.tokens.len(),
-            "only the last known token is sampled from"
-        );
+        assert!(end <= sequence.tokens.len(), "a plan goes beyond the tokens known");
+        assert!(!entry.samples || end == sequence.tokens.len(), "only the last known token is sampled from");
         // What is attended to must be in the cache, or be written by this very step.
-        assert!(
-            start <= sequence.computed,
-            "a plan leaves a gap in the cache"
-        );
+        assert!(start <= sequence.computed, "a plan leaves a gap in the cache");
         let blocks = end.div_ceil(BLOCK_TOKENS);
-        assert!(
-            blocks <= sequence.block_table.len(),
-            "a plan goes beyond the blocks held"
-        );
+        assert!(blocks <= sequence.block_table.len(), "a plan goes beyond the blocks held");
 
         self.tokens.extend_from_slice(&sequence.tokens[start..end]);
-        self.positions
-            .extend(entry.start..entry.start + entry.tokens);
+        self.positions.extend(entry.start..entry.start + entry.tokens);
         self.slot_mapping.extend((start..end).map(|position| {
             let block = sequence.block_table[position / BLOCK_TOKENS].0;
             block * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32
         }));
         self.cu_seqlens_q.push(self.tokens.len() as u32);
         self.context_lens.push(end as u32);
-        self.block_tables
-            .extend(sequence.block_table[..blocks].iter().map(|block| block.0));
+        self.block_tables.extend(sequence.block_table[..blocks].iter().map(|block| block.0));
         self.block_table_starts.push(self.block_tables.len() as u32);
         if entry.samples {
             self.logit_rows.push(self.tokens.len() as u32 - 1);
@@ -142,17 +120,9 @@ mod tests {
     use crate::kv_cache::block::BlockId;
     use crate::sequence::{Sampling, SequenceState};
 
-    fn sequence(
-        index: u32,
-        tokens: std::ops::Range<u32>,
-        computed: usize,
-        blocks: &[u32],
-    ) -> Sequence {
+    fn sequence(index: u32, tokens: std::ops::Range<u32>, computed: usize, blocks: &[u32]) -> Sequence {
         Sequence {
-            id: SequenceId {
-                index,
-                generation: 1,
-            },
+            id: SequenceId { index, generation: 1 },
             tokens: tokens.collect(),
             prompt_len: 1,
             computed,
@@ -179,22 +149,11 @@ mod tests {
     }
 
     fn entry(index: u32, start: u32, tokens: u32, samples: bool) -> PlanEntry {
-        PlanEntry {
-            sequence: SequenceId {
-                index,
-                generation: 1,
-            },
-            start,
-            tokens,
-            samples,
-        }
+        PlanEntry { sequence: SequenceId { index, generation: 1 }, start, tokens, samples }
     }
 
     fn plan(entries: &[PlanEntry]) -> StepPlan {
-        StepPlan {
-            entries: entries.to_vec(),
-            ..StepPlan::default()
-        }
+        StepPlan { entries: entries.to_vec(), ..StepPlan::default() }
     }
 
     fn fill(batch: &mut ForwardBatch, sequences: &[Sequence], entries: &[PlanEntry]) {
@@ -203,23 +162,12 @@ mod tests {
 
     #[test]
     fn a_decode_a_chunk_and_a_last_chunk() {
-        let sequences = [
-            sequence(0, 100..118, 17, &[9, 4]),
-            sequence(1, 200..240, 14, &[2, 3, 5]),
-            sequence(2, 300..303, 0, &[7]),
-        ];
+        let sequences =
+            [sequence(0, 100..118, 17, &[9, 4]), sequence(1, 200..240, 14, &[2, 3, 5]), sequence(2, 300..303, 0, &[7])];
         let mut batch = ForwardBatch::with_limits(16, 4, 64);
         // Whatever stood there before is gone.
         fill(&mut batch, &sequences, &[entry(2, 0, 3, true)]);
-        fill(
-            &mut batch,
-            &sequences,
-            &[
-                entry(0, 17, 1, true),
-                entry(1, 14, 4, false),
-                entry(2, 0, 3, true),
-            ],
-        );
+        fill(&mut batch, &sequences, &[entry(0, 17, 1, true), entry(1, 14, 4, false), entry(2, 0, 3, true)]);
         assert_eq!(batch.tokens, [117, 214, 215, 216, 217, 300, 301, 302]);
         assert_eq!(batch.positions, [17, 14, 15, 16, 17, 0, 1, 2]);
         assert_eq!(batch.slot_mapping, [65, 46, 47, 48, 49, 112, 113, 114]);
@@ -227,23 +175,13 @@ mod tests {
         assert_eq!(batch.context_lens, [18, 18, 3]);
         assert_eq!(batch.logit_rows, [0, 7]);
         // Only the blocks that are read: the third of sequence 1 is not yet.
-        assert_eq!(
-            [
-                batch.block_table(0),
-                batch.block_table(1),
-                batch.block_table(2)
-            ],
-            [&[9, 4][..], &[2, 3], &[7]]
-        );
+        assert_eq!([batch.block_table(0), batch.block_table(1), batch.block_table(2)], [&[9, 4][..], &[2, 3], &[7]]);
         assert_eq!((batch.rows(), batch.sequences()), (8, 3));
     }
 
     #[test]
     fn steps_within_the_limits_do_not_allocate() {
-        let sequences = [
-            sequence(0, 0..64, 0, &[0, 1, 2, 3]),
-            sequence(1, 0..64, 0, &[0, 1, 2, 4]),
-        ];
+        let sequences = [sequence(0, 0..64, 0, &[0, 1, 2, 3]), sequence(1, 0..64, 0, &[0, 1, 2, 4])];
         let mut batch = ForwardBatch::with_limits(128, 2, 64);
         let places = |b: &ForwardBatch| {
             [
@@ -259,11 +197,7 @@ mod tests {
             .map(|array| (array.as_ptr(), array.capacity()))
         };
         let before = places(&batch);
-        fill(
-            &mut batch,
-            &sequences,
-            &[entry(0, 0, 64, true), entry(1, 0, 64, true)],
-        );
+        fill(&mut batch, &sequences, &[entry(0, 0, 64, true), entry(1, 0, 64, true)]);
         assert_eq!(batch.rows(), 128);
         assert_eq!(places(&batch), before);
     }
@@ -273,10 +207,7 @@ mod tests {
         let mut batch = ForwardBatch::default();
         fill(&mut batch, &[], &[]);
         assert_eq!((batch.rows(), batch.sequences()), (0, 0));
-        assert_eq!(
-            (&batch.cu_seqlens_q, &batch.block_table_starts),
-            (&vec![0], &vec![0])
-        );
+        assert_eq!((&batch.cu_seqlens_q, &batch.block_table_starts), (&vec![0], &vec![0]));
     }
 
     #[test]
@@ -289,13 +220,7 @@ mod tests {
             ("beyond the blocks", entry(1, 0, 17, false)),
             (
                 "another generation",
-                PlanEntry {
-                    sequence: SequenceId {
-                        index: 0,
-                        generation: 2,
-                    },
-                    ..entry(0, 17, 1, true)
-                },
+                PlanEntry { sequence: SequenceId { index: 0, generation: 2 }, ..entry(0, 17, 1, true) },
             ),
         ];
         for (part, bad) in cases {
@@ -306,9 +231,7 @@ mod tests {
             let message = *result
                 .expect_err(part)
                 .downcast::<String>()
-                .unwrap_or_else(|other| {
-                    Box::new(other.downcast_ref::<&str>().expect("a message").to_string())
-                });
+                .unwrap_or_else(|other| Box::new(other.downcast_ref::<&str>().expect("a message").to_string()));
             assert!(message.contains(part), "{message}");
         }
     }

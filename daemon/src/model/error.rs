@@ -18,18 +18,10 @@ pub enum ModelError {
     MissingKey { key: String },
     /// Metadata of another type.
     #[error("metadata key {key} must be {wanted}, found {found}")]
-    WrongType {
-        key: String,
-        wanted: &'static str,
-        found: &'static str,
-    },
+    WrongType { key: String, wanted: &'static str, found: &'static str },
     /// Metadata that makes no sense.
     #[error("metadata key {key} is {value}: {reason}")]
-    BadValue {
-        key: String,
-        value: String,
-        reason: String,
-    },
+    BadValue { key: String, value: String, reason: String },
     /// Something real that we do not compute; better refused than computed wrongly.
     #[error("not supported: {0}")]
     Unsupported(String),
@@ -38,21 +30,12 @@ pub enum ModelError {
     MissingTensor { name: String },
     /// A weight of another shape than the metadata says.
     #[error("tensor {name} has (rows, columns) {found:?}, the metadata asks for {expected:?}")]
-    TensorShape {
-        name: String,
-        expected: (usize, usize),
-        found: (usize, usize),
-    },
+    TensorShape { name: String, expected: (usize, usize), found: (usize, usize) },
     /// Less memory than the smallest useful cache needs.
     #[error(
         "key-value memory: {available} bytes allow {blocks} blocks of {block_bytes} bytes, {blocks_min} are needed"
     )]
-    KvTooSmall {
-        available: u64,
-        block_bytes: usize,
-        blocks: usize,
-        blocks_min: usize,
-    },
+    KvTooSmall { available: u64, block_bytes: usize, blocks: usize, blocks_min: usize },
     /// The device refused.
     #[error(transparent)]
     Backend(#[from] BackendError),

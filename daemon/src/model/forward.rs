@@ -81,10 +81,7 @@ pub fn forward<B: Backend>(
     batch: &ForwardBatch,
     logits: &mut [f32],
 ) -> Result<(), BackendError> {
-    debug_assert_eq!(
-        logits.len(),
-        batch.logit_rows.len() * architecture.vocab_size
-    );
+    debug_assert_eq!(logits.len(), batch.logit_rows.len() * architecture.vocab_size);
     backend.embed(&weights.token_embedding, &batch.tokens, &mut activations.x);
     for (index, layer) in weights.layers.iter().enumerate() {
         attention(backend, architecture, index, layer, activations, batch);
@@ -95,23 +92,9 @@ pub fn forward<B: Backend>(
     }
     let (a, rows) = (activations, batch.logit_rows.len());
     backend.gather(&a.x, &batch.logit_rows, &mut a.last);
-    backend.rms_norm(
-        &a.last,
-        rows,
-        &weights.output_norm,
-        architecture.rms_norm_eps,
-        &mut a.last_normed,
-    );
+    backend.rms_norm(&a.last, rows, &weights.output_norm, architecture.rms_norm_eps, &mut a.last_normed);
     let output = weights.output.as_ref().unwrap_or(&weights.token_embedding);
-    backend.linear(
-        &a.last_normed,
-        rows,
-        &mut [LinearOutput {
-            weight: output,
-            bias: None,
-            out: &mut a.logits,
-        }],
-    );
+    backend.linear(&a.last_normed, rows, &mut [LinearOutput { weight: output, bias: None, out: &mut a.logits }]);
     backend.read(&a.logits, logits)
 }
 
@@ -125,45 +108,17 @@ fn attention<B: Backend>(
     batch: &ForwardBatch,
 ) {
     let (rows, head_dim) = (batch.rows(), architecture.head_dim);
-    backend.rms_norm(
-        &a.x,
-        rows,
-        &layer.attn_norm,
-        architecture.rms_norm_eps,
-        &mut a.normed,
-    );
+    backend.rms_norm(&a.x, rows, &layer.attn_norm, architecture.rms_norm_eps, &mut a.normed);
     backend.linear(
         &a.normed,
         rows,
-        &mut [
-            layer.attn_q.to(&mut a.q),
-            layer.attn_k.to(&mut a.k),
-            layer.attn_v.to(&mut a.v),
-        ],
+        &mut [layer.attn_q.to(&mut a.q), layer.attn_k.to(&mut a.k), layer.attn_v.to(&mut a.v)],
     );
-    backend.rope(
-        &mut a.q,
-        rows,
-        head_dim,
-        &batch.positions,
-        &architecture.rope,
-    );
-    backend.rope(
-        &mut a.k,
-        rows,
-        head_dim,
-        &batch.positions,
-        &architecture.rope,
-    );
+    backend.rope(&mut a.q, rows, head_dim, &batch.positions, &architecture.rope);
+    backend.rope(&mut a.k, rows, head_dim, &batch.positions, &architecture.rope);
     // All rows' keys are written before any row attends: within a chunk, later rows see earlier ones in the cache.
     backend.write_kv(index, &a.k, &a.v, &batch.slot_mapping);
-    backend.attention(
-        index,
-        &a.q,
-        batch,
-        &architecture.attention(),
-        &mut a.attended,
-    );
+    backend.attention(index, &a.q, batch, &architecture.attention(), &mut a.attended);
     backend.linear(&a.attended, rows, &mut [layer.attn_output.to(&mut a.delta)]);
     backend.add(&mut a.x, &a.delta, rows);
 }
@@ -176,18 +131,8 @@ fn feed_forward<B: Backend>(
     a: &mut Activations<B::Buffer>,
     rows: usize,
 ) {
-    backend.rms_norm(
-        &a.x,
-        rows,
-        &layer.ffn_norm,
-        architecture.rms_norm_eps,
-        &mut a.normed,
-    );
-    backend.linear(
-        &a.normed,
-        rows,
-        &mut [layer.ffn_gate.to(&mut a.gate), layer.ffn_up.to(&mut a.up)],
-    );
+    backend.rms_norm(&a.x, rows, &layer.ffn_norm, architecture.rms_norm_eps, &mut a.normed);
+    backend.linear(&a.normed, rows, &mut [layer.ffn_gate.to(&mut a.gate), layer.ffn_up.to(&mut a.up)]);
     backend.silu_mul(&mut a.gate, &a.up, rows);
     backend.linear(&a.gate, rows, &mut [layer.ffn_down.to(&mut a.delta)]);
     backend.add(&mut a.x, &a.delta, rows);
@@ -196,10 +141,6 @@ fn feed_forward<B: Backend>(
 impl<W> Linear<W> {
     /// This projection with its place to go.
     fn to<'a, B: Backend<Weight = W>>(&'a self, out: &'a mut B::Buffer) -> LinearOutput<'a, B> {
-        LinearOutput {
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
-            out,
-        }
+        LinearOutput { weight: &self.weight, bias: self.bias.as_ref(), out }
     }
 }

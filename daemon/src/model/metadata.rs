@@ -19,32 +19,17 @@ impl<'a> Keys<'a> {
         format!("{}{suffix}", self.prefix)
     }
 
-    pub(super) fn bad(
-        &self,
-        suffix: &str,
-        value: impl Display,
-        reason: impl Into<String>,
-    ) -> ModelError {
-        ModelError::BadValue {
-            key: self.key(suffix),
-            value: value.to_string(),
-            reason: reason.into(),
-        }
+    pub(super) fn bad(&self, suffix: &str, value: impl Display, reason: impl Into<String>) -> ModelError {
+        ModelError::BadValue { key: self.key(suffix), value: value.to_string(), reason: reason.into() }
     }
 
     /// `found`, or the error that it is missing.
     pub(super) fn required<T>(&self, suffix: &str, found: Option<T>) -> Result<T, ModelError> {
-        found.ok_or_else(|| ModelError::MissingKey {
-            key: self.key(suffix),
-        })
+        found.ok_or_else(|| ModelError::MissingKey { key: self.key(suffix) })
     }
 
     /// A whole number within `range`.
-    pub(super) fn count(
-        &self,
-        suffix: &str,
-        range: RangeInclusive<usize>,
-    ) -> Result<Option<usize>, ModelError> {
+    pub(super) fn count(&self, suffix: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, ModelError> {
         let number = match self.get(suffix) {
             None => return Ok(None),
             Some(Value::Unsigned(number)) => i128::from(*number),
@@ -53,28 +38,18 @@ impl<'a> Keys<'a> {
         };
         match usize::try_from(number).ok().filter(|n| range.contains(n)) {
             Some(number) => Ok(Some(number)),
-            None => Err(self.bad(
-                suffix,
-                number,
-                format!("it must be {} to {}", range.start(), range.end()),
-            )),
+            None => Err(self.bad(suffix, number, format!("it must be {} to {}", range.start(), range.end()))),
         }
     }
 
     /// A finite number within `range`.
-    pub(super) fn float(
-        &self,
-        suffix: &str,
-        range: RangeInclusive<f64>,
-    ) -> Result<Option<f64>, ModelError> {
+    pub(super) fn float(&self, suffix: &str, range: RangeInclusive<f64>) -> Result<Option<f64>, ModelError> {
         match self.get(suffix) {
             None => Ok(None),
             Some(Value::Float(number)) if range.contains(number) => Ok(Some(*number)),
-            Some(Value::Float(number)) => Err(self.bad(
-                suffix,
-                number,
-                format!("it must be {} to {}", range.start(), range.end()),
-            )),
+            Some(Value::Float(number)) => {
+                Err(self.bad(suffix, number, format!("it must be {} to {}", range.start(), range.end())))
+            }
             Some(other) => Err(self.wrong(suffix, "a number with a fraction", other)),
         }
     }
@@ -106,9 +81,7 @@ impl<'a> Keys<'a> {
     pub(super) fn floats(&self, suffix: &str) -> Result<Option<Vec<f32>>, ModelError> {
         match self.get(suffix) {
             None => Ok(None),
-            Some(Value::Array(Array::Float(values))) => {
-                Ok(Some(values.iter().map(|&v| v as f32).collect()))
-            }
+            Some(Value::Array(Array::Float(values))) => Ok(Some(values.iter().map(|&v| v as f32).collect())),
             Some(other) => Err(self.wrong(suffix, "an array of numbers with a fraction", other)),
         }
     }
@@ -137,10 +110,6 @@ impl<'a> Keys<'a> {
     }
 
     fn wrong(&self, suffix: &str, wanted: &'static str, found: &Value) -> ModelError {
-        ModelError::WrongType {
-            key: self.key(suffix),
-            wanted,
-            found: found.kind(),
-        }
+        ModelError::WrongType { key: self.key(suffix), wanted, found: found.kind() }
     }
 }

@@ -47,9 +47,7 @@ impl LoadedModel {
     /// Reads a GGUF file: directory, architecture, tokenizer, and the presence and shape of every weight. The weights
     /// themselves are only mapped.
     pub fn load(path: &Path) -> Result<Self, ModelError> {
-        let stem = path
-            .file_stem()
-            .map_or_else(|| "model".into(), |s| s.to_string_lossy().into_owned());
+        let stem = path.file_stem().map_or_else(|| "model".into(), |s| s.to_string_lossy().into_owned());
         Self::from_gguf(Gguf::open(path)?, &stem)
     }
 
@@ -62,11 +60,6 @@ impl LoadedModel {
             Some(gguf::Value::String(name)) if !name.is_empty() => name.clone(),
             _ => fallback_name.to_owned(),
         };
-        Ok(Self {
-            name,
-            architecture,
-            tokenizer,
-            gguf,
-        })
+        Ok(Self { name, architecture, tokenizer, gguf })
     }
 }

@@ -80,59 +80,29 @@ impl<B: Backend> ModelRunner<B> {
         let activations = Activations::allocate(&mut backend, &architecture, rows, logit_rows)?;
         backend.allocate_kv(architecture.kv_spec(kv_blocks))?;
         let logits = host_buffer(logit_rows * architecture.vocab_size)?;
-        let elements =
-            Activations::<B::Buffer>::elements(&architecture, rows, logit_rows) + logits.len();
+        let elements = Activations::<B::Buffer>::elements(&architecture, rows, logit_rows) + logits.len();
         let memory = MemoryFigures {
             weight_bytes: model.gguf.tensor_bytes(),
             activation_bytes: (elements * size_of::<f32>()) as u64,
             kv_bytes: kv_blocks as u64 * block_bytes as u64,
             kv_blocks,
         };
-        Ok(Self {
-            backend,
-            architecture,
-            weights,
-            activations,
-            logits,
-            limits,
-            memory,
-        })
+        Ok(Self { backend, architecture, weights, activations, logits, limits, memory })
     }
 
     /// The scheduler never plans more than it was told; what it was told is what was allocated here.
     fn check(&self, batch: &ForwardBatch) {
         assert!(batch.rows() > 0, "a step computes something");
-        assert!(
-            batch.rows() <= self.limits.tokens_per_step_max,
-            "more rows than were allocated"
-        );
-        assert!(
-            batch.logit_rows.len() <= self.limits.sequences_max,
-            "more logits than were allocated"
-        );
+        assert!(batch.rows() <= self.limits.tokens_per_step_max, "more rows than were allocated");
+        assert!(batch.logit_rows.len() <= self.limits.sequences_max, "more logits than were allocated");
         let slots = self.memory.kv_blocks * BLOCK_TOKENS;
+        assert!(batch.slot_mapping.iter().all(|&slot| (slot as usize) < slots), "a slot outside the cache");
         assert!(
-            batch
-                .slot_mapping
-                .iter()
-                .all(|&slot| (slot as usize) < slots),
-            "a slot outside the cache"
-        );
-        assert!(
-            batch
-                .block_tables
-                .iter()
-                .all(|&block| (block as usize) < self.memory.kv_blocks),
+            batch.block_tables.iter().all(|&block| (block as usize) < self.memory.kv_blocks),
             "a block outside the cache"
         );
         let vocab_size = self.architecture.vocab_size;
-        assert!(
-            batch
-                .tokens
-                .iter()
-                .all(|&token| (token as usize) < vocab_size),
-            "an id outside the vocabulary"
-        );
+        assert!(batch.tokens.iter().all(|&token| (token as usize) < vocab_size), "an id outside the vocabulary");
     }
 }
 
@@ -140,23 +110,13 @@ impl<B: Backend> Runner for ModelRunner<B> {
     fn forward(&mut self, batch: &ForwardBatch) -> Result<&[f32], BackendError> {
         self.check(batch);
         let logits = &mut self.logits[..batch.logit_rows.len() * self.architecture.vocab_size];
-        forward::forward(
-            &mut self.backend,
-            &self.architecture,
-            &self.weights,
-            &mut self.activations,
-            batch,
-            logits,
-        )?;
+        forward::forward(&mut self.backend, &self.architecture, &self.weights, &mut self.activations, batch, logits)?;
         Ok(logits)
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) {
         let blocks = self.memory.kv_blocks;
-        assert!(
-            from != to && (from.0 as usize) < blocks && (to.0 as usize) < blocks,
-            "{from:?} to {to:?}"
-        );
+        assert!(from != to && (from.0 as usize) < blocks && (to.0 as usize) < blocks, "{from:?} to {to:?}");
         self.backend.copy_block(from.0, to.0);
     }
 
@@ -182,10 +142,7 @@ fn host_buffer(elements: usize) -> Result<Vec<f32>, BackendError> {
     let mut buffer = Vec::new();
     buffer
         .try_reserve_exact(elements)
-        .map_err(|_| BackendError::OutOfMemory {
-            what: "logits",
-            bytes: elements.saturating_mul(size_of::<f32>()),
-        })?;
+        .map_err(|_| BackendError::OutOfMemory { what: "logits", bytes: elements.saturating_mul(size_of::<f32>()) })?;
     buffer.resize(elements, 0.0);
     Ok(buffer)
 }

@@ -38,34 +38,20 @@ impl KvBudget {
     /// Blocks of `block_bytes` for a model of `context_length` positions.
     pub fn blocks(self, block_bytes: usize, context_length: usize) -> Result<usize, ModelError> {
         assert!(block_bytes > 0 && context_length > 0);
-        let fitting = |bytes: u64| {
-            usize::try_from(bytes / block_bytes as u64)
-                .unwrap_or(usize::MAX)
-                .min(BLOCKS_MAX)
-        };
+        let fitting = |bytes: u64| usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX).min(BLOCKS_MAX);
         let (available, blocks) = match self {
             Self::Blocks(blocks) => (blocks as u64 * block_bytes as u64, blocks.min(BLOCKS_MAX)),
             Self::Bytes(bytes) => (bytes, fitting(bytes)),
-            Self::Available {
-                bytes,
-                sequences_max,
-            } => {
+            Self::Available { bytes, sequences_max } => {
                 let bytes = ((bytes as f64 * AVAILABLE_FRACTION) as u64).min(DEFAULT_BYTES_MAX);
-                let useful = sequences_max
-                    .saturating_mul(context_length.div_ceil(BLOCK_TOKENS))
-                    .max(BLOCKS_MIN);
+                let useful = sequences_max.saturating_mul(context_length.div_ceil(BLOCK_TOKENS)).max(BLOCKS_MIN);
                 (bytes, fitting(bytes).min(useful))
             }
         };
         // A tiny model may have a context shorter than the minimum.
         let blocks_min = BLOCKS_MIN.min(context_length.div_ceil(BLOCK_TOKENS));
         if blocks < blocks_min {
-            return Err(ModelError::KvTooSmall {
-                available,
-                block_bytes,
-                blocks,
-                blocks_min,
-            });
+            return Err(ModelError::KvTooSmall { available, block_bytes, blocks, blocks_min });
         }
         Ok(blocks)
     }
@@ -74,17 +60,13 @@ impl KvBudget {
 /// Bytes that can be taken without swapping: the kernel's estimate, or what is left of the control group's limit if that
 /// is less. None when the kernel does not say.
 pub fn available_memory() -> Option<u64> {
-    let host = std::fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| mem_available(&text))?;
+    let host = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text))?;
     Some(host.min(control_group_left().unwrap_or(u64::MAX)))
 }
 
 /// `MemAvailable` of /proc/meminfo, in bytes.
 fn mem_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -95,19 +77,13 @@ fn control_group_left() -> Option<u64> {
     let path = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
     let root = std::path::Path::new("/sys/fs/cgroup");
     let number = |folder: &std::path::Path, file| -> Option<u64> {
-        std::fs::read_to_string(folder.join(file))
-            .ok()?
-            .trim()
-            .parse()
-            .ok()
+        std::fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
     };
     // `memory.max` is the word "max" where there is no limit, which is no number.
     root.join(path)
         .ancestors()
         .take_while(|folder| folder.starts_with(root))
-        .filter_map(|folder| {
-            Some(number(folder, "memory.max")?.saturating_sub(number(folder, "memory.current")?))
-        })
+        .filter_map(|folder| Some(number(folder, "memory.max")?.saturating_sub(number(folder, "memory.current")?)))
         .min()
 }
 
@@ -119,49 +95,22 @@ mod tests {
     fn budgets() {
         assert_eq!(KvBudget::Blocks(100).blocks(1000, 8192).unwrap(), 100);
         assert_eq!(KvBudget::Bytes(100_999).blocks(1000, 8192).unwrap(), 100);
-        let available = |bytes, sequences_max| KvBudget::Available {
-            bytes,
-            sequences_max,
-        };
-        assert_eq!(
-            available(100_000, 64).blocks(1000, 8192).unwrap(),
-            50,
-            "half of what is there"
-        );
-        assert_eq!(
-            available(1 << 40, 2).blocks(1000, 8192).unwrap(),
-            1024,
-            "no more than can be used"
-        );
-        assert_eq!(
-            available(1 << 40, 4096).blocks(368_640, 8192).unwrap(),
-            11_650,
-            "no more than 4 GiB"
-        );
+        let available = |bytes, sequences_max| KvBudget::Available { bytes, sequences_max };
+        assert_eq!(available(100_000, 64).blocks(1000, 8192).unwrap(), 50, "half of what is there");
+        assert_eq!(available(1 << 40, 2).blocks(1000, 8192).unwrap(), 1024, "no more than can be used");
+        assert_eq!(available(1 << 40, 4096).blocks(368_640, 8192).unwrap(), 11_650, "no more than 4 GiB");
         assert_eq!(available(1 << 40, 1).blocks(1000, 20).unwrap(), BLOCKS_MIN);
     }
 
     #[test]
     fn too_little_is_an_error() {
-        for budget in [
-            KvBudget::Blocks(0),
-            KvBudget::Bytes(15_999),
-            KvBudget::Available {
-                bytes: 20_000,
-                sequences_max: 8,
-            },
-        ] {
-            let error = budget
-                .blocks(1000, 8192)
-                .expect_err("must be refused")
-                .to_string();
+        for budget in
+            [KvBudget::Blocks(0), KvBudget::Bytes(15_999), KvBudget::Available { bytes: 20_000, sequences_max: 8 }]
+        {
+            let error = budget.blocks(1000, 8192).expect_err("must be refused").to_string();
             assert!(error.contains("16 are needed"), "{error}");
         }
-        assert_eq!(
-            KvBudget::Blocks(2).blocks(1000, 32).unwrap(),
-            2,
-            "a context of two blocks needs no more"
-        );
+        assert_eq!(KvBudget::Blocks(2).blocks(1000, 32).unwrap(), 2, "a context of two blocks needs no more");
     }
 
     #[test]
@@ -172,10 +121,7 @@ mod tests {
 
     #[test]
     fn meminfo() {
-        assert_eq!(
-            mem_available("MemTotal: 8 kB\nMemAvailable:    1024 kB\n"),
-            Some(1 << 20)
-        );
+        assert_eq!(mem_available("MemTotal: 8 kB\nMemAvailable:    1024 kB\n"), Some(1 << 20));
         assert_eq!(mem_available("MemTotal: 8 kB\n"), None);
         assert_eq!(mem_available("MemAvailable: 18446744073709551615 kB"), None);
     }

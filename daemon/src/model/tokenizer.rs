@@ -8,10 +8,7 @@ use crate::text::source::TokenizerSource;
 /// Reads the `tokenizer.*` keys. Lists that speak of the same ids must be of one length, and `vocab_size` long; special
 /// ids must be among them.
 pub(super) fn read(metadata: &Metadata, vocab_size: usize) -> Result<TokenizerSource, ModelError> {
-    let keys = Keys {
-        metadata,
-        prefix: "tokenizer.ggml.",
-    };
+    let keys = Keys { metadata, prefix: "tokenizer.ggml." };
     let tokens = keys.required("tokens", keys.strings("tokens")?)?.to_vec();
     if tokens.len() != vocab_size {
         return Err(keys.bad(
@@ -24,15 +21,10 @@ pub(super) fn read(metadata: &Metadata, vocab_size: usize) -> Result<TokenizerSo
     let scores = keys.floats("scores")?.unwrap_or_default();
     for (key, length) in [("token_type", token_types.len()), ("scores", scores.len())] {
         if length != 0 && length != vocab_size {
-            return Err(keys.bad(
-                key,
-                format_args!("{length} long"),
-                format!("the model has {vocab_size} ids"),
-            ));
+            return Err(keys.bad(key, format_args!("{length} long"), format!("the model has {vocab_size} ids")));
         }
     }
-    let special_id =
-        |key: &str| Ok::<_, ModelError>(keys.count(key, 0..=vocab_size - 1)?.map(|id| id as u32));
+    let special_id = |key: &str| Ok::<_, ModelError>(keys.count(key, 0..=vocab_size - 1)?.map(|id| id as u32));
     Ok(TokenizerSource {
         model: keys.required("model", keys.string("model")?)?.to_owned(),
         pre: keys.string("pre")?.map(str::to_owned),
@@ -48,11 +40,6 @@ pub(super) fn read(metadata: &Metadata, vocab_size: usize) -> Result<TokenizerSo
         add_bos: keys.bool("add_bos_token")?,
         add_eos: keys.bool("add_eos_token")?,
         add_space_prefix: keys.bool("add_space_prefix")?,
-        chat_template: Keys {
-            metadata,
-            prefix: "tokenizer.",
-        }
-        .string("chat_template")?
-        .map(str::to_owned),
+        chat_template: Keys { metadata, prefix: "tokenizer." }.string("chat_template")?.map(str::to_owned),
     })
 }

@@ -21,37 +21,19 @@ struct Part {
     optional: bool,
 }
 
-const fn matrix(
-    name: &'static str,
-    rows: fn(&Architecture) -> usize,
-    columns: fn(&Architecture) -> usize,
-) -> Part {
-    Part {
-        name,
-        rows,
-        columns,
-        optional: false,
-    }
+const fn matrix(name: &'static str, rows: fn(&Architecture) -> usize, columns: fn(&Architecture) -> usize) -> Part {
+    Part { name, rows, columns, optional: false }
 }
 
 const fn bias(name: &'static str, columns: fn(&Architecture) -> usize) -> Part {
-    Part {
-        name,
-        rows: |_| 1,
-        columns,
-        optional: true,
-    }
+    Part { name, rows: |_| 1, columns, optional: true }
 }
 
 const ATTN_NORM: Part = matrix("attn_norm.weight", |_| 1, |a| a.hidden);
 const ATTN_Q: Part = matrix("attn_q.weight", Architecture::query_columns, |a| a.hidden);
 const ATTN_K: Part = matrix("attn_k.weight", Architecture::kv_columns, |a| a.hidden);
 const ATTN_V: Part = matrix("attn_v.weight", Architecture::kv_columns, |a| a.hidden);
-const ATTN_OUTPUT: Part = matrix(
-    "attn_output.weight",
-    |a| a.hidden,
-    Architecture::query_columns,
-);
+const ATTN_OUTPUT: Part = matrix("attn_output.weight", |a| a.hidden, Architecture::query_columns);
 const FFN_NORM: Part = matrix("ffn_norm.weight", |_| 1, |a| a.hidden);
 const FFN_GATE: Part = matrix("ffn_gate.weight", |a| a.feed_forward, |a| a.hidden);
 const FFN_UP: Part = matrix("ffn_up.weight", |a| a.feed_forward, |a| a.hidden);
@@ -125,9 +107,7 @@ pub struct Weights<W> {
 /// pass would leave out: a model with more in it than we compute gives wrong answers, not an error.
 pub(super) fn check(gguf: &Gguf, architecture: &Architecture) -> Result<(), ModelError> {
     let mut used = 0;
-    let mut find = |name: &str, rows: usize, columns: usize, optional: bool| match find(
-        gguf, name, rows, columns,
-    ) {
+    let mut find = |name: &str, rows: usize, columns: usize, optional: bool| match find(gguf, name, rows, columns) {
         Ok(_) => {
             used += 1;
             Ok(())
@@ -141,39 +121,20 @@ pub(super) fn check(gguf: &Gguf, architecture: &Architecture) -> Result<(), Mode
     find(names::OUTPUT, a.vocab_size, a.hidden, true)?;
     for layer in 0..a.layers {
         for part in &PARTS {
-            find(
-                &part.name_in(layer),
-                (part.rows)(a),
-                (part.columns)(a),
-                part.optional,
-            )?;
+            find(&part.name_in(layer), (part.rows)(a), (part.columns)(a), part.optional)?;
         }
     }
     used += usize::from(gguf.tensor(FREQUENCY_DIVISORS).is_some());
     if used == gguf.tensors().len() {
         return Ok(());
     }
-    let unknown = gguf
-        .tensors()
-        .iter()
-        .find(|t| !known(&t.name, a))
-        .map_or("", |t| &t.name);
-    Err(ModelError::Unsupported(format!(
-        "tensor {unknown}: the architecture {} has no use for it",
-        a.name
-    )))
+    let unknown = gguf.tensors().iter().find(|t| !known(&t.name, a)).map_or("", |t| &t.name);
+    Err(ModelError::Unsupported(format!("tensor {unknown}: the architecture {} has no use for it", a.name)))
 }
 
 fn known(name: &str, architecture: &Architecture) -> bool {
-    [
-        names::TOKEN_EMBEDDING,
-        names::OUTPUT_NORM,
-        names::OUTPUT,
-        FREQUENCY_DIVISORS,
-    ]
-    .contains(&name)
-        || (0..architecture.layers)
-            .any(|layer| PARTS.iter().any(|part| part.name_in(layer) == name))
+    [names::TOKEN_EMBEDDING, names::OUTPUT_NORM, names::OUTPUT, FREQUENCY_DIVISORS].contains(&name)
+        || (0..architecture.layers).any(|layer| PARTS.iter().any(|part| part.name_in(layer) == name))
 }
 
 impl Part {
@@ -182,22 +143,11 @@ impl Part {
     }
 }
 
-fn find<'a>(
-    gguf: &'a Gguf,
-    name: &str,
-    rows: usize,
-    columns: usize,
-) -> Result<TensorView<'a>, ModelError> {
-    let tensor = gguf.tensor(name).ok_or_else(|| ModelError::MissingTensor {
-        name: name.to_owned(),
-    })?;
+fn find<'a>(gguf: &'a Gguf, name: &str, rows: usize, columns: usize) -> Result<TensorView<'a>, ModelError> {
+    let tensor = gguf.tensor(name).ok_or_else(|| ModelError::MissingTensor { name: name.to_owned() })?;
     let (expected, found) = ((rows, columns), (tensor.rows, tensor.columns));
     if found != expected {
-        return Err(ModelError::TensorShape {
-            name: name.to_owned(),
-            expected,
-            found,
-        });
+        return Err(ModelError::TensorShape { name: name.to_owned(), expected, found });
     }
     Ok(tensor)
 }
@@ -211,24 +161,13 @@ pub fn upload<B: Backend>(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Weights<B::Weight>, ModelError> {
     // The divisors went into the architecture's angles.
-    let divisors = gguf
-        .tensor(FREQUENCY_DIVISORS)
-        .map_or(0, |t| t.bytes.len() as u64);
+    let divisors = gguf.tensor(FREQUENCY_DIVISORS).map_or(0, |t| t.bytes.len() as u64);
     let total = gguf.tensor_bytes() - divisors;
-    let mut upload = Upload {
-        backend,
-        gguf,
-        architecture,
-        progress,
-        done: 0,
-        total,
-    };
+    let mut upload = Upload { backend, gguf, architecture, progress, done: 0, total };
     let a = architecture;
     Ok(Weights {
         token_embedding: upload.tensor(names::TOKEN_EMBEDDING, a.vocab_size, a.hidden)?,
-        layers: (0..a.layers)
-            .map(|layer| upload.layer(layer))
-            .collect::<Result<_, _>>()?,
+        layers: (0..a.layers).map(|layer| upload.layer(layer)).collect::<Result<_, _>>()?,
         output_norm: upload.tensor(names::OUTPUT_NORM, 1, a.hidden)?,
         output: match a.tied_embeddings {
             true => None,
@@ -256,19 +195,10 @@ impl<B: Backend> Upload<'_, B> {
     }
 
     fn part(&mut self, part: &Part, layer: usize) -> Result<B::Weight, ModelError> {
-        self.tensor(
-            &part.name_in(layer),
-            (part.rows)(self.architecture),
-            (part.columns)(self.architecture),
-        )
+        self.tensor(&part.name_in(layer), (part.rows)(self.architecture), (part.columns)(self.architecture))
     }
 
-    fn linear(
-        &mut self,
-        weight: &Part,
-        bias: &Part,
-        layer: usize,
-    ) -> Result<Linear<B::Weight>, ModelError> {
+    fn linear(&mut self, weight: &Part, bias: &Part, layer: usize) -> Result<Linear<B::Weight>, ModelError> {
         Ok(Linear {
             weight: self.part(weight, layer)?,
             bias: match self.gguf.tensor(&bias.name_in(layer)) {

@@ -27,10 +27,7 @@ impl<'a> Cursor<'a> {
     /// `field` is only turned into text when something is wrong.
     pub(super) fn take(&mut self, length: u64, field: &dyn Display) -> Result<&'a [u8], GgufError> {
         let left = self.left();
-        let Some(length) = usize::try_from(length)
-            .ok()
-            .filter(|&length| length <= left)
-        else {
+        let Some(length) = usize::try_from(length).ok().filter(|&length| length <= left) else {
             return Err(self.truncated(length, field));
         };
         let taken = &self.bytes[self.offset..self.offset + length];
@@ -38,10 +35,7 @@ impl<'a> Cursor<'a> {
         Ok(taken)
     }
 
-    pub(super) fn array<const N: usize>(
-        &mut self,
-        field: &dyn Display,
-    ) -> Result<[u8; N], GgufError> {
+    pub(super) fn array<const N: usize>(&mut self, field: &dyn Display) -> Result<[u8; N], GgufError> {
         let taken = self.take(N as u64, field)?;
         Ok(taken.try_into().expect("take gives the length asked for"))
     }
@@ -58,36 +52,21 @@ impl<'a> Cursor<'a> {
     pub(super) fn string(&mut self, limit: u64, field: &dyn Display) -> Result<String, GgufError> {
         let length = self.u64(field)?;
         if length > limit {
-            return Err(GgufError::AboveLimit {
-                field: format!("length of {field}"),
-                found: length,
-                limit,
-            });
+            return Err(GgufError::AboveLimit { field: format!("length of {field}"), found: length, limit });
         }
         let taken = self.take(length, field)?;
         match std::str::from_utf8(taken) {
             Ok(text) => Ok(text.to_owned()),
-            Err(_) => Err(GgufError::NotUtf8 {
-                field: field.to_string(),
-            }),
+            Err(_) => Err(GgufError::NotUtf8 { field: field.to_string() }),
         }
     }
 
     /// A count of things that take at least `bytes_min` bytes each: refused when the rest of the file cannot hold them,
     /// so that it may size an allocation.
-    pub(super) fn count(
-        &mut self,
-        limit: u64,
-        bytes_min: u64,
-        field: &dyn Display,
-    ) -> Result<usize, GgufError> {
+    pub(super) fn count(&mut self, limit: u64, bytes_min: u64, field: &dyn Display) -> Result<usize, GgufError> {
         let count = self.u64(field)?;
         if count > limit {
-            return Err(GgufError::AboveLimit {
-                field: field.to_string(),
-                found: count,
-                limit,
-            });
+            return Err(GgufError::AboveLimit { field: field.to_string(), found: count, limit });
         }
         let needed = count.saturating_mul(bytes_min);
         if needed > self.left() as u64 {

@@ -77,19 +77,12 @@ impl Directory {
         let version = cursor.u32(&"version")?;
         if !(2..=3).contains(&version) {
             let big_endian = (1..=3).contains(&version.swap_bytes());
-            return Err(GgufError::Version {
-                found: version,
-                big_endian,
-            });
+            return Err(GgufError::Version { found: version, big_endian });
         }
         // The smallest tensor entry: an empty name, its dimension count, one dimension, type, offset. The smallest
         // metadata entry: an empty key, a type, one byte.
         let tensor_count = cursor.count(limits::TENSORS_MAX, 8 + 4 + 8 + 4 + 8, &"tensor_count")?;
-        let metadata_count = cursor.count(
-            limits::METADATA_ENTRIES_MAX,
-            8 + 4 + 1,
-            &"metadata_kv_count",
-        )?;
+        let metadata_count = cursor.count(limits::METADATA_ENTRIES_MAX, 8 + 4 + 1, &"metadata_kv_count")?;
 
         let metadata = read_metadata(&mut cursor, metadata_count)?;
         let alignment = alignment(&metadata)?;
@@ -103,21 +96,12 @@ impl Directory {
             entries.push(entry);
         }
         // A file without tensors may end before the padding does.
-        let data_start = (cursor.offset() as u64)
-            .next_multiple_of(alignment)
-            .min(file.len() as u64);
+        let data_start = (cursor.offset() as u64).next_multiple_of(alignment).min(file.len() as u64);
         let data_bytes = file.len() as u64 - data_start;
-        let tensors: Vec<TensorInfo> = entries
-            .into_iter()
-            .map(|e| e.place(alignment, data_start, data_bytes))
-            .collect::<Result<_, _>>()?;
+        let tensors: Vec<TensorInfo> =
+            entries.into_iter().map(|e| e.place(alignment, data_start, data_bytes)).collect::<Result<_, _>>()?;
         refuse_overlap(&tensors)?;
-        Ok(Self {
-            version,
-            metadata,
-            tensors,
-            index,
-        })
+        Ok(Self { version, metadata, tensors, index })
     }
 
     pub(super) fn tensor(&self, name: &str) -> Option<&TensorInfo> {
@@ -128,10 +112,7 @@ impl Directory {
 fn read_metadata(cursor: &mut Cursor<'_>, count: usize) -> Result<Metadata, GgufError> {
     let mut values = HashMap::with_capacity(count);
     for i in 0..count {
-        let key = cursor.string(
-            limits::KEY_BYTES_MAX,
-            &format_args!("key of metadata entry {i}"),
-        )?;
+        let key = cursor.string(limits::KEY_BYTES_MAX, &format_args!("key of metadata entry {i}"))?;
         let value = read_value(cursor, &key)?;
         if values.contains_key(&key) {
             return Err(GgufError::DuplicateKey { key });
@@ -147,26 +128,14 @@ fn alignment(metadata: &Metadata) -> Result<u64, GgufError> {
         None => return Ok(ALIGNMENT_DEFAULT),
         Some(Value::Unsigned(alignment)) => *alignment,
         Some(_) => {
-            return Err(GgufError::BadValue {
-                field: field(),
-                found: 0,
-                reason: "it must be an unsigned integer",
-            });
+            return Err(GgufError::BadValue { field: field(), found: 0, reason: "it must be an unsigned integer" });
         }
     };
     if !alignment.is_power_of_two() {
-        return Err(GgufError::BadValue {
-            field: field(),
-            found: alignment,
-            reason: "it must be a power of two",
-        });
+        return Err(GgufError::BadValue { field: field(), found: alignment, reason: "it must be a power of two" });
     }
     if alignment > limits::ALIGNMENT_MAX {
-        return Err(GgufError::AboveLimit {
-            field: field(),
-            found: alignment,
-            limit: limits::ALIGNMENT_MAX,
-        });
+        return Err(GgufError::AboveLimit { field: field(), found: alignment, limit: limits::ALIGNMENT_MAX });
     }
     Ok(alignment)
 }
@@ -183,10 +152,7 @@ struct TensorEntry {
 
 impl TensorEntry {
     fn read(cursor: &mut Cursor<'_>, i: usize) -> Result<Self, GgufError> {
-        let name = cursor.string(
-            limits::TENSOR_NAME_BYTES_MAX,
-            &format_args!("name of tensor {i}"),
-        )?;
+        let name = cursor.string(limits::TENSOR_NAME_BYTES_MAX, &format_args!("name of tensor {i}"))?;
         let dimension_count = cursor.u32(&format_args!("dimension count of tensor {name}"))?;
         if dimension_count == 0 || dimension_count > limits::DIMENSIONS_MAX {
             return Err(GgufError::BadValue {
@@ -201,65 +167,25 @@ impl TensorEntry {
         let number = cursor.u32(&format_args!("type of tensor {name}"))?;
         let offset = cursor.u64(&format_args!("offset of tensor {name}"))?;
         let Some(ty) = WeightType::from_ggml(number) else {
-            return Err(GgufError::TensorType {
-                name,
-                number,
-                ty: ggml_type_name(number),
-            });
+            return Err(GgufError::TensorType { name, number, ty: ggml_type_name(number) });
         };
         match tensor_bytes(ty, &dimensions) {
-            Ok(bytes) => Ok(Self {
-                name,
-                ty,
-                dimensions,
-                offset,
-                bytes,
-            }),
-            Err(reason) => Err(GgufError::Dimensions {
-                name,
-                dimensions,
-                reason,
-            }),
+            Ok(bytes) => Ok(Self { name, ty, dimensions, offset, bytes }),
+            Err(reason) => Err(GgufError::Dimensions { name, dimensions, reason }),
         }
     }
 
-    fn place(
-        self,
-        alignment: u64,
-        data_start: u64,
-        data_bytes: u64,
-    ) -> Result<TensorInfo, GgufError> {
-        let Self {
-            name,
-            ty,
-            dimensions,
-            offset,
-            bytes,
-        } = self;
+    fn place(self, alignment: u64, data_start: u64, data_bytes: u64) -> Result<TensorInfo, GgufError> {
+        let Self { name, ty, dimensions, offset, bytes } = self;
         if !offset.is_multiple_of(alignment) {
-            return Err(GgufError::Unaligned {
-                name,
-                offset,
-                alignment,
-            });
+            return Err(GgufError::Unaligned { name, offset, alignment });
         }
         if offset.checked_add(bytes).is_none_or(|end| end > data_bytes) {
-            return Err(GgufError::OutsideFile {
-                name,
-                offset,
-                bytes,
-                available: data_bytes,
-            });
+            return Err(GgufError::OutsideFile { name, offset, bytes, available: data_bytes });
         }
         // Both lie within the file, whose length is a usize.
         let (start, bytes) = ((data_start + offset) as usize, bytes as usize);
-        Ok(TensorInfo {
-            name,
-            ty,
-            dimensions,
-            start,
-            bytes,
-        })
+        Ok(TensorInfo { name, ty, dimensions, start, bytes })
     }
 }
 
@@ -275,10 +201,7 @@ fn tensor_bytes(ty: WeightType, dimensions: &[u64]) -> Result<u64, &'static str>
         return Err("the first is not a multiple of the type's block");
     }
     let row_bytes = ty.row_bytes(columns).ok_or(OVERFLOW)? as u64;
-    let rows = rows
-        .iter()
-        .try_fold(1u64, |product, &d| product.checked_mul(d))
-        .ok_or(OVERFLOW)?;
+    let rows = rows.iter().try_fold(1u64, |product, &d| product.checked_mul(d)).ok_or(OVERFLOW)?;
     rows.checked_mul(row_bytes).ok_or(OVERFLOW)
 }
 
@@ -287,10 +210,7 @@ fn refuse_overlap(tensors: &[TensorInfo]) -> Result<(), GgufError> {
     order.sort_unstable_by_key(|t| t.start);
     for pair in order.windows(2) {
         if pair[0].start + pair[0].bytes > pair[1].start {
-            return Err(GgufError::Overlap {
-                first: pair[0].name.clone(),
-                second: pair[1].name.clone(),
-            });
+            return Err(GgufError::Overlap { first: pair[0].name.clone(), second: pair[1].name.clone() });
         }
     }
     Ok(())

@@ -8,10 +8,7 @@ use std::path::PathBuf;
 pub enum GgufError {
     /// The file could not be opened or mapped.
     #[error("cannot map {}: {source}", path.display())]
-    Io {
-        path: PathBuf,
-        source: std::io::Error,
-    },
+    Io { path: PathBuf, source: std::io::Error },
     /// The first four bytes are not "GGUF".
     #[error("not a GGUF file: it begins with {found:02x?}")]
     NotGguf { found: [u8; 4] },
@@ -20,26 +17,13 @@ pub enum GgufError {
     Version { found: u32, big_endian: bool },
     /// The file ends inside a field.
     #[error("the file ends in {field}: {needed} bytes wanted at offset {offset}, {available} left")]
-    Truncated {
-        field: String,
-        offset: u64,
-        needed: u64,
-        available: u64,
-    },
+    Truncated { field: String, offset: u64, needed: u64, available: u64 },
     /// A count or length above its limit.
     #[error("{field}: {found} is above the limit of {limit}")]
-    AboveLimit {
-        field: String,
-        found: u64,
-        limit: u64,
-    },
+    AboveLimit { field: String, found: u64, limit: u64 },
     /// A value that is not one of those allowed.
     #[error("{field}: {found} is not allowed: {reason}")]
-    BadValue {
-        field: String,
-        found: u64,
-        reason: &'static str,
-    },
+    BadValue { field: String, found: u64, reason: &'static str },
     /// Bytes that are no UTF-8.
     #[error("{field} is not UTF-8")]
     NotUtf8 { field: String },
@@ -53,48 +37,26 @@ pub enum GgufError {
     #[error("tensor {name} stands twice")]
     DuplicateTensor { name: String },
     /// An element type we do not read.
-    #[error(
-        "tensor {name} is of type {ty} ({number}); types read: {}",
-        known_types()
-    )]
-    TensorType {
-        name: String,
-        number: u32,
-        ty: &'static str,
-    },
+    #[error("tensor {name} is of type {ty} ({number}); types read: {}", known_types())]
+    TensorType { name: String, number: u32, ty: &'static str },
     /// Dimensions that make no tensor.
     #[error("tensor {name}: dimensions {dimensions:?}: {reason}")]
-    Dimensions {
-        name: String,
-        dimensions: Vec<u64>,
-        reason: &'static str,
-    },
+    Dimensions { name: String, dimensions: Vec<u64>, reason: &'static str },
     /// Data that does not start on the alignment.
     #[error("tensor {name}: offset {offset} is not a multiple of the alignment {alignment}")]
-    Unaligned {
-        name: String,
-        offset: u64,
-        alignment: u64,
-    },
+    Unaligned { name: String, offset: u64, alignment: u64 },
     /// Data outside the file.
     #[error(
         "tensor {name}: {bytes} bytes at offset {offset} of the data do not fit in the {available} that the file has"
     )]
-    OutsideFile {
-        name: String,
-        offset: u64,
-        bytes: u64,
-        available: u64,
-    },
+    OutsideFile { name: String, offset: u64, bytes: u64, available: u64 },
     /// Two tensors that share bytes.
     #[error("tensors {first} and {second} overlap")]
     Overlap { first: String, second: String },
 }
 
 fn known_types() -> String {
-    llmd_kernels::quant::WeightType::ALL
-        .map(|t| t.name())
-        .join(", ")
+    llmd_kernels::quant::WeightType::ALL.map(|t| t.name()).join(", ")
 }
 
 /// ggml's names of the types it has and we do not read, for messages.

@@ -69,24 +69,15 @@ pub struct Gguf {
 impl Gguf {
     /// Maps and reads `path`.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
-        let file = MappedFile::open(path).map_err(|source| GgufError::Io {
-            path: path.to_owned(),
-            source,
-        })?;
+        let file = MappedFile::open(path).map_err(|source| GgufError::Io { path: path.to_owned(), source })?;
         let directory = Directory::read(file.bytes())?;
-        Ok(Self {
-            bytes: Bytes::Mapped(file),
-            directory,
-        })
+        Ok(Self { bytes: Bytes::Mapped(file), directory })
     }
 
     /// Reads a file that is in memory already.
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self, GgufError> {
         let directory = Directory::read(&bytes)?;
-        Ok(Self {
-            bytes: Bytes::Owned(bytes),
-            directory,
-        })
+        Ok(Self { bytes: Bytes::Owned(bytes), directory })
     }
 
     /// The version the file states, 2 or 3.

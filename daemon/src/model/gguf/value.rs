@@ -128,48 +128,25 @@ pub(super) fn read_value(cursor: &mut Cursor<'_>, key: &str) -> Result<Value, Gg
 /// one where the elements are strings or arrays), so the file's length bounds the memory.
 fn read_array(cursor: &mut Cursor<'_>, key: &str, depth: usize) -> Result<Array, GgufError> {
     if depth > ARRAY_DEPTH_MAX {
-        return Err(GgufError::TooDeep {
-            field: key.to_owned(),
-            limit: ARRAY_DEPTH_MAX,
-        });
+        return Err(GgufError::TooDeep { field: key.to_owned(), limit: ARRAY_DEPTH_MAX });
     }
     let ty = ValueType::read(cursor, key)?;
-    let count = cursor.count(
-        ARRAY_ELEMENTS_MAX,
-        ty.bytes_min(),
-        &format_args!("array length of {key}"),
-    )?;
+    let count = cursor.count(ARRAY_ELEMENTS_MAX, ty.bytes_min(), &format_args!("array length of {key}"))?;
     Ok(match ty {
-        ValueType::Array => Array::Array(
-            (0..count)
-                .map(|_| read_array(cursor, key, depth + 1))
-                .collect::<Result<_, _>>()?,
-        ),
-        ValueType::String => Array::String(
-            (0..count)
-                .map(|_| read_string(cursor, key))
-                .collect::<Result<_, _>>()?,
-        ),
-        ValueType::Bool => Array::Bool(
-            (0..count)
-                .map(|_| read_bool(cursor, key))
-                .collect::<Result<_, _>>()?,
-        ),
-        ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => Array::Unsigned(
-            (0..count)
-                .map(|_| read_unsigned(cursor, ty, key))
-                .collect::<Result<_, _>>()?,
-        ),
-        ValueType::I8 | ValueType::I16 | ValueType::I32 | ValueType::I64 => Array::Signed(
-            (0..count)
-                .map(|_| read_signed(cursor, ty, key))
-                .collect::<Result<_, _>>()?,
-        ),
-        ValueType::F32 | ValueType::F64 => Array::Float(
-            (0..count)
-                .map(|_| read_float(cursor, ty, key))
-                .collect::<Result<_, _>>()?,
-        ),
+        ValueType::Array => {
+            Array::Array((0..count).map(|_| read_array(cursor, key, depth + 1)).collect::<Result<_, _>>()?)
+        }
+        ValueType::String => Array::String((0..count).map(|_| read_string(cursor, key)).collect::<Result<_, _>>()?),
+        ValueType::Bool => Array::Bool((0..count).map(|_| read_bool(cursor, key)).collect::<Result<_, _>>()?),
+        ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => {
+            Array::Unsigned((0..count).map(|_| read_unsigned(cursor, ty, key)).collect::<Result<_, _>>()?)
+        }
+        ValueType::I8 | ValueType::I16 | ValueType::I32 | ValueType::I64 => {
+            Array::Signed((0..count).map(|_| read_signed(cursor, ty, key)).collect::<Result<_, _>>()?)
+        }
+        ValueType::F32 | ValueType::F64 => {
+            Array::Float((0..count).map(|_| read_float(cursor, ty, key)).collect::<Result<_, _>>()?)
+        }
     })
 }
 

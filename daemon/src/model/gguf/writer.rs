@@ -23,12 +23,7 @@ pub(crate) struct Tensor {
 
 impl Default for Writer {
     fn default() -> Self {
-        Self {
-            version: 3,
-            alignment: 32,
-            metadata: Vec::new(),
-            tensors: Vec::new(),
-        }
+        Self { version: 3, alignment: 32, metadata: Vec::new(), tensors: Vec::new() }
     }
 }
 
@@ -73,32 +68,17 @@ impl Writer {
 
     /// Adds or replaces a matrix of small numbers that look random and are the same every time.
     pub(crate) fn replace_f32(&mut self, name: &str, rows: usize, columns: usize) {
-        let mut state = name.bytes().fold(0x2545_f491_4f6c_dd1du64, |s, b| {
-            (s ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
-        });
+        let mut state =
+            name.bytes().fold(0x2545_f491_4f6c_dd1du64, |s, b| (s ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
         let mut next = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 40) as f32 / (1 << 24) as f32 - 0.5
         };
-        let data = (0..rows * columns)
-            .flat_map(|_| (next() * 0.2).to_le_bytes())
-            .collect();
+        let data = (0..rows * columns).flat_map(|_| (next() * 0.2).to_le_bytes()).collect();
         // A vector has one dimension in real files.
-        let dimensions = if rows == 1 {
-            vec![columns as u64]
-        } else {
-            vec![columns as u64, rows as u64]
-        };
+        let dimensions = if rows == 1 { vec![columns as u64] } else { vec![columns as u64, rows as u64] };
         self.drop_tensor(name);
-        self.tensors.push(Tensor {
-            name: name.to_owned(),
-            dimensions,
-            ty: 0,
-            data,
-            offset: None,
-        });
+        self.tensors.push(Tensor { name: name.to_owned(), dimensions, ty: 0, data, offset: None });
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
@@ -162,9 +142,7 @@ pub(crate) fn tiny_llama() -> Writer {
     w.string("tokenizer.ggml.pre", "smollm");
     let tokens: Vec<u8> = (0..VOCAB).flat_map(|i| string(&format!("<{i}>"))).collect();
     w.array("tokenizer.ggml.tokens", 8, VOCAB as u64, &tokens);
-    let types: Vec<u8> = (0..VOCAB as i32)
-        .flat_map(|i| if i < 3 { 3 } else { 1i32 }.to_le_bytes())
-        .collect();
+    let types: Vec<u8> = (0..VOCAB as i32).flat_map(|i| if i < 3 { 3 } else { 1i32 }.to_le_bytes()).collect();
     w.array("tokenizer.ggml.token_type", 5, VOCAB as u64, &types);
     w.array("tokenizer.ggml.merges", 8, 1, &string("< 1"));
     w.u32("tokenizer.ggml.bos_token_id", 1);
