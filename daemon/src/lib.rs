@@ -9,6 +9,7 @@ pub mod kv_cache;
 pub mod listen;
 pub mod logging;
 pub mod metrics;
+pub mod model;
 pub mod plan;
 pub mod sequence;
 pub mod text;
