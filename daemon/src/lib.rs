@@ -5,5 +5,6 @@ pub mod backend;
 pub mod batch;
 pub mod kv_cache;
 pub mod plan;
+pub mod sampler;
 pub mod sequence;
 pub mod text;
