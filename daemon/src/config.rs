@@ -42,7 +42,6 @@ pub const SESSIONS: RangeInclusive<u64> = 1..=16384;
 pub const REQUESTS_PER_SESSION: RangeInclusive<u64> = 1..=512;
 /// Allowed `drain_timeout`, in seconds.
 pub const DRAIN_SECONDS: RangeInclusive<u64> = 0..=86400;
-const _: () = assert!(*SESSIONS.end() as usize <= llmd_protocol::control::CLIENTS_LISTED_MAX);
 
 /// The text of a value, as written in the file (without quotes), in the environment or on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -138,7 +137,12 @@ pub struct Config {
 
 /// The command line.
 #[derive(Debug, Parser)]
-#[command(name = "llmd", version, about = "Serves a language model to processes on this host over shared memory", max_term_width = 100)]
+#[command(
+    name = "llmd",
+    version,
+    about = "Serves a language model to processes on this host over shared memory",
+    max_term_width = 100
+)]
 struct CommandLine {
     /// Configuration in TOML, with the keys below; `-` instead of `_` in flags
     #[arg(long, env = "LLMD_CONFIG", value_name = "FILE")]
@@ -146,6 +150,9 @@ struct CommandLine {
     /// Print the settings that would hold, as a configuration file, and exit
     #[arg(long)]
     print_config: bool,
+    /// Drain and end when standard input is closed: the daemon then outlives no parent that holds the other end
+    #[arg(long)]
+    stop_on_stdin_eof: bool,
     #[command(flatten)]
     keys: Config,
 }
@@ -159,6 +166,8 @@ pub struct Told {
     pub origins: Origins,
     /// Print the settings and exit.
     pub print_config: bool,
+    /// Drain and end when standard input is closed.
+    pub stop_on_stdin_eof: bool,
 }
 
 /// For each written key, where: "--threads", "LLMD_THREADS" or the file's path.
@@ -178,13 +187,13 @@ pub struct Surroundings {
 }
 
 impl Surroundings {
-    /// Looks at the environment and the affinity of this process.
-    pub fn observe(passed: &crate::listen::Passed) -> Self {
+    /// Looks at the environment and the affinity of this process; the arguments say what systemd passed.
+    pub fn observe(socket_passed: bool, control_passed: bool) -> Self {
         Self {
             runtime_dir: std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty()).map(PathBuf::from),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            socket_passed: passed.socket.is_some(),
-            control_passed: passed.control.is_some(),
+            socket_passed,
+            control_passed,
         }
     }
 }
@@ -346,7 +355,12 @@ pub fn told(arguments: impl IntoIterator<Item = String>) -> Result<Told, ConfigE
         None => (Config::default(), String::new()),
         Some(path) => (read_file(path)?, path.display().to_string()),
     };
-    let mut told = Told { config: line.keys, origins: Origins::new(), print_config: line.print_config };
+    let mut told = Told {
+        config: line.keys,
+        origins: Origins::new(),
+        print_config: line.print_config,
+        stop_on_stdin_eof: line.stop_on_stdin_eof,
+    };
     let from_file = file.written();
     for ((key, value), (_, in_file)) in told.config.written_mut().into_iter().zip(from_file) {
         match origin_on_line(&matches, key) {
@@ -494,8 +508,7 @@ impl Config {
         let sequences_max = number("sequences_max", &self.sequences_max, &SEQUENCES, 64)?;
         // A default gives way to a neighbour that was written; two written values that contradict each other are an error.
         let step_range = sequences_max as u64..=*TOKENS_PER_STEP.end();
-        let tokens_per_step =
-            number("tokens_per_step", &self.tokens_per_step, &step_range, 512.max(sequences_max))?;
+        let tokens_per_step = number("tokens_per_step", &self.tokens_per_step, &step_range, 512.max(sequences_max))?;
         let chunk_range = 1..=tokens_per_step as u64;
         let sessions_max = number("sessions_max", &self.sessions_max, &SESSIONS, 256)?;
         let uid_range = 1..=sessions_max as u64;
@@ -532,9 +545,7 @@ impl Config {
                 Some(written) => check.metrics(written)?,
                 None => None,
             },
-            drain_timeout: Duration::from_secs(
-                number("drain_timeout", &self.drain_timeout, &DRAIN_SECONDS, 30)? as u64
-            ),
+            drain_timeout: Duration::from_secs(number("drain_timeout", &self.drain_timeout, &DRAIN_SECONDS, 30)? as u64),
             log_level: check.choice("log_level", &self.log_level, &LEVELS, log::LevelFilter::Info)?,
             step_log: match &self.step_log {
                 Some(written) if written.0.is_empty() => {
@@ -559,11 +570,13 @@ impl Config {
         let socket = match written("socket", &self.socket)? {
             _ if around.socket_passed => None,
             Some(path) => Some(path),
-            None => Some(default.as_ref().map(|dir| dir.join("llmd.sock")).ok_or_else(|| ConfigError::Missing {
-                key: "socket",
-                hint: "XDG_RUNTIME_DIR is not set, so there is no default; give --socket PATH, for example \
+            None => Some(default.as_ref().map(|dir| dir.join("llmd.sock")).ok_or_else(|| {
+                ConfigError::Missing {
+                    key: "socket",
+                    hint: "XDG_RUNTIME_DIR is not set, so there is no default; give --socket PATH, for example \
                        /tmp/llmd-$USER/llmd.sock in a folder of your own"
-                    .to_owned(),
+                        .to_owned(),
+                }
             })?),
         };
         let control = match written("control", &self.control)? {
@@ -655,7 +668,8 @@ impl Check<'_> {
 
     fn socket_path(&self, key: &'static str, written: &Written, path: &str) -> Result<PathBuf, ConfigError> {
         if path.is_empty() || path.len() > SOCKET_PATH_BYTES_MAX || path.contains('\0') {
-            let allowed = format!("a path of 1 to {SOCKET_PATH_BYTES_MAX} bytes, as the kernel has it for Unix sockets");
+            let allowed =
+                format!("a path of 1 to {SOCKET_PATH_BYTES_MAX} bytes, as the kernel has it for Unix sockets");
             return Err(self.refuse(key, written, allowed));
         }
         Ok(PathBuf::from(path))
@@ -725,9 +739,12 @@ impl Settings {
             Some(control) => line("control", path(control)),
             None => line("# control", "passed by systemd, or none".into()),
         }
-        line("device", quoted(match self.device {
-            Device::Cpu => "cpu",
-        }));
+        line(
+            "device",
+            quoted(match self.device {
+                Device::Cpu => "cpu",
+            }),
+        );
         line("threads", self.threads.to_string());
         line("isa", quoted(word(&ISAS, &self.isa)));
         line("activations", quoted(word(&ACTIVATIONS, &self.activations)));
@@ -746,11 +763,14 @@ impl Settings {
         line("sessions_max", self.sessions_max.to_string());
         line("sessions_per_uid", self.sessions_per_uid.to_string());
         line("requests_per_session", self.requests_per_session.to_string());
-        line("metrics", quoted(&match &self.metrics {
-            None => "off".to_owned(),
-            Some(MetricsAddress::Tcp(address)) => address.to_string(),
-            Some(MetricsAddress::Unix(path)) => format!("unix:{}", path.display()),
-        }));
+        line(
+            "metrics",
+            quoted(&match &self.metrics {
+                None => "off".to_owned(),
+                Some(MetricsAddress::Tcp(address)) => address.to_string(),
+                Some(MetricsAddress::Unix(path)) => format!("unix:{}", path.display()),
+            }),
+        );
         line("drain_timeout", self.drain_timeout.as_secs().to_string());
         line("log_level", quoted(word(&LEVELS, &self.log_level)));
         match &self.step_log {

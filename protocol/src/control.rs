@@ -20,6 +20,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::message::{FinishReason, Reject};
 use bincode::Options;
 
 /// Version of the requests and answers in this file.
@@ -98,6 +99,7 @@ pub struct Status {
 
 /// Whether the daemon takes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum DaemonState {
     /// Weights are being loaded or warmed up; clients wait.
     Loading,
@@ -233,6 +235,34 @@ pub struct ClientStatus {
     pub tokens_out: u64,
 }
 
+/// The word for a finish reason in metrics, in the step log and in JSON.
+pub fn finish_name(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::StopString => "stop_string",
+        FinishReason::Length => "length",
+        FinishReason::Cancelled => "cancelled",
+    }
+}
+
+/// The word for a reject in metrics, in logs and in JSON.
+pub fn reject_name(reject: Reject) -> &'static str {
+    match reject {
+        Reject::Malformed => "malformed",
+        Reject::InvalidParameter => "invalid_parameter",
+        Reject::TokenOutOfVocabulary => "token_out_of_vocabulary",
+        Reject::NeverFits => "never_fits",
+        Reject::EmptyPrompt => "empty_prompt",
+        Reject::Busy => "busy",
+        Reject::Draining => "draining",
+        Reject::DuplicateRequest => "duplicate_request",
+        Reject::ChatTemplate => "chat_template",
+        Reject::SlowReader => "slow_reader",
+        Reject::KvExhausted => "kv_exhausted",
+        Reject::Internal => "internal",
+    }
+}
+
 /// What went wrong with a frame or a conversation.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
@@ -248,7 +278,9 @@ pub enum ControlError {
     #[error("the control connection failed: {0}")]
     Io(#[from] std::io::Error),
     /// The peer speaks another version.
-    #[error("the daemon speaks version {theirs} of the control protocol, this program version {ours}: use programs of one release")]
+    #[error(
+        "the daemon speaks version {theirs} of the control protocol, this program version {ours}: use programs of one release"
+    )]
     Version {
         /// The peer's.
         theirs: u16,
@@ -312,7 +344,11 @@ impl Header {
 
 fn options(limit: u32) -> impl Options {
     // The fixed-width integers keep the length of a message a function of its shape; bytes after the message are refused.
-    bincode::DefaultOptions::new().with_fixint_encoding().with_little_endian().reject_trailing_bytes().with_limit(limit.into())
+    bincode::DefaultOptions::new()
+        .with_fixint_encoding()
+        .with_little_endian()
+        .reject_trailing_bytes()
+        .with_limit(limit.into())
 }
 
 /// A whole frame: header and body.
@@ -384,8 +420,8 @@ mod tests {
     }
 
     fn statuses() -> impl Strategy<Value = Status> {
-        let model = (text(), text(), any::<u64>(), any::<u32>()).prop_map(|(name, path, parameters, vocabulary)| {
-            ModelStatus {
+        let model =
+            (text(), text(), any::<u64>(), any::<u32>()).prop_map(|(name, path, parameters, vocabulary)| ModelStatus {
                 name,
                 path,
                 architecture: "llama".into(),
@@ -395,8 +431,7 @@ mod tests {
                 vocabulary,
                 context_max: 2048,
                 scheduler: "continuous".into(),
-            }
-        });
+            });
         let client = (any::<u32>(), any::<u64>(), 0.0..1e9).prop_map(|(pid, session, connected_s)| ClientStatus {
             pid,
             uid: pid ^ 7,

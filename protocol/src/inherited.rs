@@ -76,8 +76,7 @@ fn names(pid: Option<&str>, count: Option<&str>, names: Option<&str>, own_pid: u
 
 /// Whether `number` is an open listening socket; sets its close-on-exec flag.
 fn check(number: RawFd) -> Result<()> {
-    let invalid =
-        |what: &str| Error::new(ErrorKind::InvalidInput, format!("descriptor {number} of LISTEN_FDS {what}"));
+    let invalid = |what: &str| Error::new(ErrorKind::InvalidInput, format!("descriptor {number} of LISTEN_FDS {what}"));
     // SAFETY: borrowed for this function only, and only handed to fcntl and getsockopt, which answer EBADF or ENOTSOCK for
     // a number that is not open or no socket; nothing in this process closes descriptors meanwhile, as documented at `inherited_fds`.
     let fd = unsafe { BorrowedFd::borrow_raw(number) };
