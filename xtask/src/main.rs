@@ -2,6 +2,7 @@
 //!
 //! Everything a person or a machine does with this repository besides editing goes through here, so that what CI runs
 //! and what a newcomer types are the same commands.
+#![forbid(unsafe_code)]
 
 mod bench;
 mod build;
