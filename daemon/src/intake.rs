@@ -121,11 +121,6 @@ impl Intake {
     }
 
     fn prompt(&self, prompt: Prompt) -> Result<Vec<u32>, Refusal> {
-        let encode = |text: &str, add_special| {
-            self.tokenizer
-                .encode(text, add_special)
-                .map_err(|e| Refusal::new(Reject::Malformed, e.to_string()))
-        };
         let ids = match prompt {
             Prompt::Tokens(ids) => {
                 let vocabulary = self.tokenizer.vocab_size() as u32;
@@ -137,7 +132,7 @@ impl Intake {
                 }
                 ids
             }
-            Prompt::Text(text) => encode(&text, true)?,
+            Prompt::Text(text) => self.tokenizer.encode(&text, true),
             Prompt::Chat(messages) => {
                 let template = self
                     .chat_template
@@ -145,11 +140,9 @@ impl Intake {
                     .ok_or_else(|| Refusal::new(Reject::ChatTemplate, "the model has no usable chat template"))?;
                 let messages: Vec<(&str, &str)> =
                     messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
-                let text = template
-                    .render(&messages, true)
-                    .map_err(|e| Refusal::new(Reject::ChatTemplate, e.to_string()))?;
-                // The template writes BOS itself where the model wants one.
-                encode(&text, false)?
+                template
+                    .encode(&self.tokenizer, &messages)
+                    .map_err(|e| Refusal::new(Reject::ChatTemplate, e.to_string()))?
             }
         };
         if !ids.is_empty() {

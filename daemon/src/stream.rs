@@ -33,13 +33,14 @@ impl Stream {
         request: u32,
         received: Instant,
         tokenizer: &Arc<Tokenizer>,
-        stop: Vec<String>,
+        prompt: &[u32],
+        stop: &[String],
         min_tokens: u32,
     ) -> Self {
         Self {
             session,
             request,
-            text: TextStream::new(Arc::clone(tokenizer), stop, min_tokens),
+            text: TextStream::new(Arc::clone(tokenizer), stop, min_tokens).after(prompt),
             received,
             admitted: None,
             first_token: None,
