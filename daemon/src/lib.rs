@@ -3,8 +3,15 @@
 
 pub mod backend;
 pub mod batch;
+pub mod config;
+pub mod control;
 pub mod kv_cache;
+pub mod listen;
+pub mod logging;
+pub mod metrics;
+pub mod model;
 pub mod plan;
+pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
 pub mod text;

@@ -27,10 +27,9 @@ pub struct StepPlan {
     pub preempted: Vec<SequenceId>,
     /// Sequences taken from the queue while this plan was made.
     pub admitted: Vec<SequenceId>,
-    /// Rows computed for members that have already ended (static scheduling only; always 0 when continuous). Each is one
-    /// more sequence of one token in the batch: a copy of a decode entry of this plan (there is at least one), its token,
-    /// position and block table included, whose `slot_mapping` points into `Scheduler::scratch_block` and whose
-    /// logits nobody wants. So it costs what a decode costs and touches nobody's cache.
+    /// Rows computed for members that have already ended (static scheduling only, and only in steps that decode; always 0
+    /// when continuous). They count towards the step's tokens, and write into `Scheduler::scratch_block`, which is
+    /// nobody's; see `ForwardBatch::fill`.
     pub padding_rows: u32,
 }
 

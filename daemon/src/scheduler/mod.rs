@@ -189,6 +189,16 @@ impl Scheduler {
         self.running.len()
     }
 
+    /// Sequences waiting and running.
+    pub fn sequences_live(&self) -> usize {
+        self.arena.len()
+    }
+
+    /// Whether the next plan will have entries. Whatever is live can be computed: nothing waits for an event.
+    pub fn has_work(&self) -> bool {
+        !self.arena.is_empty()
+    }
+
     /// Whether nothing is waiting and nothing running.
     pub fn drained(&self) -> bool {
         self.arena.is_empty()
@@ -209,9 +219,13 @@ impl Scheduler {
         (self.settings.policy == Policy::Static).then(|| BlockId(self.settings.usable_blocks() as u32))
     }
 
-    /// Gives the memory of a step back, so that the next one needs none.
-    pub fn recycle(&mut self, plan: StepPlan, committed: Committed) {
+    /// Gives a plan's memory back, so that the next one needs none.
+    pub fn recycle(&mut self, plan: StepPlan) {
         self.spare_plan = plan;
+    }
+
+    /// Gives a commit's memory back, so that the next one needs none.
+    pub fn recycle_committed(&mut self, committed: Committed) {
         self.spare_committed = committed;
     }
 

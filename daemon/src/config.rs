@@ -1,0 +1,808 @@
+//! Configuration: what was written, and what it means.
+//!
+//! [`Config`] holds every key as it was written: in a TOML file, as `LLMD_KEY` in the environment, or as `--key` on the
+//! command line; a later one of these wins. [`Settings`] holds what the keys mean after all checks. The way from one to
+//! the other is [`Config::resolve`], walked once, at start: nothing else in the daemon reads configuration.
+//!
+//! One name per key everywhere: `kv_blocks` in the file is `LLMD_KV_BLOCKS` and `--kv-blocks`. The keys are documented at
+//! the fields of [`Config`]; `llmd --help` and `systemd/llmd.toml` say the same.
+
+use crate::kv_cache::block::BLOCK_TOKENS;
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+use std::io::Read as _;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Most bytes of a configuration file.
+pub const FILE_BYTES_MAX: u64 = 1 << 20;
+/// Most bytes in the path of a Unix socket: `sun_path` with its closing zero is 108.
+pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// Allowed `threads`.
+pub const THREADS: RangeInclusive<u64> = 1..=1024;
+/// Allowed `kv_blocks`. The upper end keeps block * 16 + offset, a slot's index, within u32.
+pub const KV_BLOCKS: RangeInclusive<u64> = 1..=(u32::MAX as u64 / BLOCK_TOKENS as u64);
+/// Allowed `kv_memory`, in bytes.
+pub const KV_BYTES: RangeInclusive<u64> = (1 << 20)..=(1 << 46);
+/// Allowed `sequences_max`.
+pub const SEQUENCES: RangeInclusive<u64> = 1..=4096;
+/// Allowed `waiting_max`.
+pub const WAITING: RangeInclusive<u64> = 0..=(1 << 20);
+/// Allowed `tokens_per_step`.
+pub const TOKENS_PER_STEP: RangeInclusive<u64> = 1..=65536;
+/// Allowed `sessions_max`, and `sessions_per_uid` below it.
+pub const SESSIONS: RangeInclusive<u64> = 1..=16384;
+/// Allowed `requests_per_session`: a session's submission ring has 64 slots, and each request in flight keeps one of the
+/// completion ring's 1024 for its last record.
+pub const REQUESTS_PER_SESSION: RangeInclusive<u64> = 1..=512;
+/// Allowed `drain_timeout`, in seconds.
+pub const DRAIN_SECONDS: RangeInclusive<u64> = 0..=86400;
+
+/// The text of a value, as written in the file (without quotes), in the environment or on the command line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written(pub String);
+
+impl From<&str> for Written {
+    fn from(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+}
+
+/// Every key as written. `None` is "not written", so that the default holds.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Args)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// The model: path of a GGUF file. Required
+    #[arg(long, env = "LLMD_MODEL", value_name = "PATH")]
+    pub model: Option<Written>,
+    /// Unix socket where clients connect [default: $XDG_RUNTIME_DIR/llmd/llmd.sock]. Not used when systemd passes a
+    /// socket named llmd
+    #[arg(long, env = "LLMD_SOCKET", value_name = "PATH")]
+    pub socket: Option<Written>,
+    /// Unix socket where llmctl asks [default: control.sock beside the clients' socket]. Not used when systemd passes a
+    /// socket named llmd-control
+    #[arg(long, env = "LLMD_CONTROL", value_name = "PATH")]
+    pub control: Option<Written>,
+    /// What computes: auto or cpu [default: auto]
+    #[arg(long, env = "LLMD_DEVICE", value_name = "auto|cpu")]
+    pub device: Option<Written>,
+    /// Threads that compute: auto (one for each core this process may use) or 1 to 1024 [default: auto]
+    #[arg(long, env = "LLMD_THREADS", value_name = "auto|N")]
+    pub threads: Option<Written>,
+    /// Instructions the CPU kernels use: auto (the best this CPU has), avx512, avx2 or portable [default: auto]
+    #[arg(long, env = "LLMD_ISA", value_name = "auto|avx512|avx2|portable")]
+    pub isa: Option<Written>,
+    /// Activations within a matrix product: int8 (fast) or f32 (exact) [default: int8]
+    #[arg(long, env = "LLMD_ACTIVATIONS", value_name = "int8|f32")]
+    pub activations: Option<Written>,
+    /// Elements of the key-value cache: bf16 or f32 [default: bf16]
+    #[arg(long, env = "LLMD_KV_TYPE", value_name = "bf16|f32")]
+    pub kv_type: Option<Written>,
+    /// Key-value cache in blocks of 16 tokens, 1 to 268435455. Excludes kv_memory
+    #[arg(long, env = "LLMD_KV_BLOCKS", value_name = "N")]
+    pub kv_blocks: Option<Written>,
+    /// Key-value cache in bytes, "2GiB" or "512MiB", 1MiB to 64TiB; or auto: as much as sequences_max sequences of full
+    /// context need, at most a quarter of the memory that is available [default: auto]
+    #[arg(long, env = "LLMD_KV_MEMORY", value_name = "auto|SIZE")]
+    pub kv_memory: Option<Written>,
+    /// Most sequences computed in one step, 1 to 4096 [default: 64]
+    #[arg(long, env = "LLMD_SEQUENCES_MAX", value_name = "N")]
+    pub sequences_max: Option<Written>,
+    /// Most requests that wait for a place; further ones are refused as Busy. 0 to 1048576 [default: 1024]
+    #[arg(long, env = "LLMD_WAITING_MAX", value_name = "N")]
+    pub waiting_max: Option<Written>,
+    /// Most tokens computed in one step, prompts and outputs together; at least sequences_max, so that every running
+    /// sequence can advance in every step. Up to 65536 [default: 512, or sequences_max if that is more]
+    #[arg(long, env = "LLMD_TOKENS_PER_STEP", value_name = "N")]
+    pub tokens_per_step: Option<Written>,
+    /// Most prompt tokens of one sequence computed in one step: the smaller, the steadier the other streams flow. 1 to
+    /// tokens_per_step [default: 256, or tokens_per_step if that is less]
+    #[arg(long, env = "LLMD_PREFILL_CHUNK_MAX", value_name = "N")]
+    pub prefill_chunk_max: Option<Written>,
+    /// Whether prompts that begin alike share their key-value blocks: true or false [default: true]
+    #[arg(long, env = "LLMD_PREFIX_CACHE", value_name = "true|false")]
+    pub prefix_cache: Option<Written>,
+    /// How steps are put together: continuous, or static (a batch is filled and ends with its last member; only to
+    /// compare) [default: continuous]
+    #[arg(long, env = "LLMD_SCHEDULER", value_name = "continuous|static")]
+    pub scheduler: Option<Written>,
+    /// Most clients connected at once, 1 to 16384 [default: 256]
+    #[arg(long, env = "LLMD_SESSIONS_MAX", value_name = "N")]
+    pub sessions_max: Option<Written>,
+    /// Most clients of one user connected at once, 1 to sessions_max [default: 128, or sessions_max if that is less]
+    #[arg(long, env = "LLMD_SESSIONS_PER_UID", value_name = "N")]
+    pub sessions_per_uid: Option<Written>,
+    /// Most requests of one client in flight, 1 to 512 [default: 64]
+    #[arg(long, env = "LLMD_REQUESTS_PER_SESSION", value_name = "N")]
+    pub requests_per_session: Option<Written>,
+    /// Where Prometheus reads metrics over HTTP: off, ADDRESS:PORT or unix:/PATH. Not used when systemd passes a socket
+    /// named llmd-metrics [default: off]
+    #[arg(long, env = "LLMD_METRICS", value_name = "off|ADDR")]
+    pub metrics: Option<Written>,
+    /// Seconds that requests in flight may go on after SIGTERM, 0 to 86400 [default: 30]
+    #[arg(long, env = "LLMD_DRAIN_TIMEOUT", value_name = "SECONDS")]
+    pub drain_timeout: Option<Written>,
+    /// What is logged: off, error, warn, info, debug or trace [default: info]
+    #[arg(long, env = "LLMD_LOG_LEVEL", value_name = "LEVEL")]
+    pub log_level: Option<Written>,
+    /// File that gets one line of JSON for each step: who computed how many tokens. Never text [default: none]
+    #[arg(long, env = "LLMD_STEP_LOG", value_name = "PATH")]
+    pub step_log: Option<Written>,
+}
+
+/// The command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "llmd",
+    version,
+    about = "Serves a language model to processes on this host over shared memory",
+    max_term_width = 100
+)]
+struct CommandLine {
+    /// Configuration in TOML, with the keys below; `-` instead of `_` in flags
+    #[arg(long, env = "LLMD_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the settings that would hold, as a configuration file, and exit
+    #[arg(long)]
+    print_config: bool,
+    /// Drain and end when standard input is closed: the daemon then outlives no parent that holds the other end
+    #[arg(long)]
+    stop_on_stdin_eof: bool,
+    #[command(flatten)]
+    keys: Config,
+}
+
+/// What the process was told, gathered and not yet checked.
+#[derive(Debug, Clone)]
+pub struct Told {
+    /// All keys; flags over environment over file.
+    pub config: Config,
+    /// Where each written key came from, for messages.
+    pub origins: Origins,
+    /// Print the settings and exit.
+    pub print_config: bool,
+    /// Drain and end when standard input is closed.
+    pub stop_on_stdin_eof: bool,
+}
+
+/// For each written key, where: "--threads", "LLMD_THREADS" or the file's path.
+pub type Origins = BTreeMap<String, String>;
+
+/// What surrounds the process and decides some defaults; gathered once by [`Surroundings::observe`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Surroundings {
+    /// `$XDG_RUNTIME_DIR`.
+    pub runtime_dir: Option<PathBuf>,
+    /// Cores this process may use.
+    pub cores: usize,
+    /// systemd passed the clients' socket.
+    pub socket_passed: bool,
+    /// systemd passed the control socket.
+    pub control_passed: bool,
+}
+
+impl Surroundings {
+    /// Looks at the environment and the affinity of this process; the arguments say what systemd passed.
+    pub fn observe(socket_passed: bool, control_passed: bool) -> Self {
+        Self {
+            runtime_dir: std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty()).map(PathBuf::from),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            socket_passed,
+            control_passed,
+        }
+    }
+}
+
+/// What computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device {
+    /// The CPU.
+    Cpu,
+}
+
+/// Instructions the CPU kernels use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Isa {
+    /// The best this CPU has.
+    Auto,
+    /// AVX-512 with VNNI and BF16.
+    Avx512,
+    /// AVX2 with FMA.
+    Avx2,
+    /// What every CPU has.
+    Portable,
+}
+
+/// Activations within a matrix product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activations {
+    /// Rounded to int8 by blocks.
+    Int8,
+    /// As they are.
+    F32,
+}
+
+/// Elements of the key-value cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvType {
+    /// Rounded to bfloat16.
+    Bf16,
+    /// As they are.
+    F32,
+}
+
+/// How large the key-value cache is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvSize {
+    /// As much as `sequences_max` sequences of full context need, at most a quarter of the memory that is available.
+    Auto,
+    /// So many blocks.
+    Blocks(u32),
+    /// As many whole blocks as fit so many bytes.
+    Bytes(u64),
+}
+
+/// How steps are put together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SchedulerPolicy {
+    /// Sequences join and leave between any two steps.
+    Continuous,
+    /// A batch is filled and ends with its last member.
+    Static,
+}
+
+/// Where Prometheus reads metrics.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// HTTP over TCP.
+    Tcp(SocketAddr),
+    /// HTTP over a Unix socket.
+    Unix(PathBuf),
+}
+
+/// What holds: every value within its bounds, every default filled in. See [`Config`] for the meaning of each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs, reason = "documented at Config, where the keys are defined")]
+pub struct Settings {
+    pub model: PathBuf,
+    /// None when systemd passed the socket.
+    pub socket: Option<PathBuf>,
+    /// None when systemd passed the socket, or passed the clients' one and there is no place for this one.
+    pub control: Option<PathBuf>,
+    pub device: Device,
+    pub threads: usize,
+    pub isa: Isa,
+    pub activations: Activations,
+    pub kv_type: KvType,
+    pub kv: KvSize,
+    pub sequences_max: usize,
+    pub waiting_max: usize,
+    pub tokens_per_step: usize,
+    pub prefill_chunk_max: usize,
+    pub prefix_cache: bool,
+    pub scheduler: SchedulerPolicy,
+    pub sessions_max: usize,
+    pub sessions_per_uid: usize,
+    pub requests_per_session: usize,
+    pub metrics: Option<MetricsAddress>,
+    pub drain_timeout: Duration,
+    pub log_level: log::LevelFilter,
+    pub step_log: Option<PathBuf>,
+}
+
+/// Why there are no settings.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The command line itself is wrong, or asks for help; print it and exit with its code.
+    #[error(transparent)]
+    CommandLine(#[from] clap::Error),
+    /// The file cannot be read.
+    #[error("cannot read the configuration {path}: {reason}")]
+    File {
+        /// Its path.
+        path: String,
+        /// Why.
+        reason: String,
+    },
+    /// The file is no TOML, or has an unknown key.
+    #[error("the configuration {path} is wrong: {reason}")]
+    Toml {
+        /// Its path.
+        path: String,
+        /// Where and why.
+        reason: String,
+    },
+    /// A required key is not written.
+    #[error("no {key} is configured: {hint}")]
+    Missing {
+        /// The key.
+        key: &'static str,
+        /// How to write it.
+        hint: String,
+    },
+    /// A value is not allowed.
+    #[error("{key} = {value:?} (from {origin}) is not allowed: {allowed}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// What was written.
+        value: String,
+        /// Where it was written.
+        origin: String,
+        /// What may be written.
+        allowed: String,
+    },
+    /// A device that this build does not have.
+    #[error("device = {device:?} (from {origin}): support for it is not built in; allowed are auto and cpu")]
+    DeviceNotBuiltIn {
+        /// The device.
+        device: String,
+        /// Where it was written.
+        origin: String,
+    },
+}
+
+/// Gathers command line, environment and file. The error of `--help` and `--version` is one too, with exit code 0.
+pub fn told(arguments: impl IntoIterator<Item = String>) -> Result<Told, ConfigError> {
+    let matches = CommandLine::command().try_get_matches_from(arguments)?;
+    let line = CommandLine::from_arg_matches(&matches)?;
+    let (file, file_origin) = match &line.config {
+        None => (Config::default(), String::new()),
+        Some(path) => (read_file(path)?, path.display().to_string()),
+    };
+    let mut told = Told {
+        config: line.keys,
+        origins: Origins::new(),
+        print_config: line.print_config,
+        stop_on_stdin_eof: line.stop_on_stdin_eof,
+    };
+    let from_file = file.written();
+    for ((key, value), (_, in_file)) in told.config.written_mut().into_iter().zip(from_file) {
+        match origin_on_line(&matches, key) {
+            Some(origin) => {
+                told.origins.insert(key.to_owned(), origin);
+            }
+            None if in_file.is_some() => {
+                *value = in_file.clone();
+                told.origins.insert(key.to_owned(), file_origin.clone());
+            }
+            None => {}
+        }
+    }
+    Ok(told)
+}
+
+fn origin_on_line(matches: &ArgMatches, key: &str) -> Option<String> {
+    match matches.value_source(key)? {
+        ValueSource::CommandLine => Some(format!("--{}", key.replace('_', "-"))),
+        ValueSource::EnvVariable => Some(format!("LLMD_{}", key.to_uppercase())),
+        _ => None,
+    }
+}
+
+fn read_file(path: &Path) -> Result<Config, ConfigError> {
+    let file_error = |reason: String| ConfigError::File { path: path.display().to_string(), reason };
+    let file = std::fs::File::open(path).map_err(|e| file_error(e.to_string()))?;
+    let mut text = String::new();
+    file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(|e| file_error(e.to_string()))?;
+    if text.len() as u64 > FILE_BYTES_MAX {
+        return Err(file_error(format!("it is longer than {FILE_BYTES_MAX} bytes")));
+    }
+    Config::from_toml(&text).map_err(|reason| ConfigError::Toml { path: path.display().to_string(), reason })
+}
+
+impl Config {
+    /// The keys of a file's text; the error says where and why.
+    pub fn from_toml(text: &str) -> Result<Self, String> {
+        toml::from_str(text).map_err(|e| e.to_string().trim_end().to_owned())
+    }
+
+    /// Every key with what is written for it, in the order of the struct.
+    pub fn written(&self) -> Vec<(&'static str, Option<Written>)> {
+        self.clone().written_mut().into_iter().map(|(key, value)| (key, value.clone())).collect()
+    }
+
+    fn written_mut(&mut self) -> Vec<(&'static str, &mut Option<Written>)> {
+        // Written out without `..`: a new field that is missing here does not compile.
+        let Self {
+            model,
+            socket,
+            control,
+            device,
+            threads,
+            isa,
+            activations,
+            kv_type,
+            kv_blocks,
+            kv_memory,
+            sequences_max,
+            waiting_max,
+            tokens_per_step,
+            prefill_chunk_max,
+            prefix_cache,
+            scheduler,
+            sessions_max,
+            sessions_per_uid,
+            requests_per_session,
+            metrics,
+            drain_timeout,
+            log_level,
+            step_log,
+        } = self;
+        vec![
+            ("model", model),
+            ("socket", socket),
+            ("control", control),
+            ("device", device),
+            ("threads", threads),
+            ("isa", isa),
+            ("activations", activations),
+            ("kv_type", kv_type),
+            ("kv_blocks", kv_blocks),
+            ("kv_memory", kv_memory),
+            ("sequences_max", sequences_max),
+            ("waiting_max", waiting_max),
+            ("tokens_per_step", tokens_per_step),
+            ("prefill_chunk_max", prefill_chunk_max),
+            ("prefix_cache", prefix_cache),
+            ("scheduler", scheduler),
+            ("sessions_max", sessions_max),
+            ("sessions_per_uid", sessions_per_uid),
+            ("requests_per_session", requests_per_session),
+            ("metrics", metrics),
+            ("drain_timeout", drain_timeout),
+            ("log_level", log_level),
+            ("step_log", step_log),
+        ]
+    }
+
+    /// Checks everything once and fills in the defaults.
+    pub fn resolve(&self, origins: &Origins, around: &Surroundings) -> Result<Settings, ConfigError> {
+        let check = Check { origins };
+        let model = match &self.model {
+            Some(Written(path)) if !path.is_empty() => PathBuf::from(path),
+            Some(empty) => return Err(check.refuse("model", empty, "the path of a GGUF file")),
+            None => {
+                let hint = "give --model PATH, LLMD_MODEL=PATH or a line model = \"PATH\" in the file of --config";
+                return Err(ConfigError::Missing { key: "model", hint: hint.to_owned() });
+            }
+        };
+        let (socket, control) = self.sockets(&check, around)?;
+        let device = match self.device.as_ref().map(|w| (w, w.0.as_str())) {
+            None | Some((_, "auto" | "cpu")) => Device::Cpu,
+            Some((_, device @ ("cuda" | "gpu"))) => {
+                let origin = check.origin("device");
+                return Err(ConfigError::DeviceNotBuiltIn { device: device.to_owned(), origin });
+            }
+            Some((written, _)) => return Err(check.refuse("device", written, "auto or cpu")),
+        };
+        let threads = match &self.threads {
+            Some(Written(text)) if text == "auto" => None,
+            Some(written) => Some(check.integer("threads", written, &THREADS, "auto, or ")?),
+            None => None,
+        }
+        .unwrap_or(around.cores.clamp(1, *THREADS.end() as usize));
+        let kv = match (&self.kv_blocks, &self.kv_memory) {
+            (Some(blocks), Some(_)) => {
+                return Err(check.refuse("kv_blocks", blocks, "write kv_blocks or kv_memory, not both"));
+            }
+            (Some(blocks), None) => KvSize::Blocks(check.integer("kv_blocks", blocks, &KV_BLOCKS, "")? as u32),
+            (None, Some(Written(text))) if text == "auto" => KvSize::Auto,
+            (None, Some(written)) => {
+                let bytes = parse_bytes(&written.0).filter(|bytes| KV_BYTES.contains(bytes));
+                KvSize::Bytes(bytes.ok_or_else(|| {
+                    check.refuse("kv_memory", written, "auto, or 1MiB to 64TiB, written like 2GiB, 512MiB or in bytes")
+                })?)
+            }
+            (None, None) => KvSize::Auto,
+        };
+        let number = |key, written: &Option<Written>, range: &RangeInclusive<u64>, default: usize| match written {
+            Some(written) => check.integer(key, written, range, ""),
+            None => Ok(default),
+        };
+        let sequences_max = number("sequences_max", &self.sequences_max, &SEQUENCES, 64)?;
+        // A default gives way to a neighbour that was written; two written values that contradict each other are an error.
+        let step_range = sequences_max as u64..=*TOKENS_PER_STEP.end();
+        let tokens_per_step = number("tokens_per_step", &self.tokens_per_step, &step_range, 512.max(sequences_max))?;
+        let chunk_range = 1..=tokens_per_step as u64;
+        let sessions_max = number("sessions_max", &self.sessions_max, &SESSIONS, 256)?;
+        let uid_range = 1..=sessions_max as u64;
+        Ok(Settings {
+            model,
+            socket,
+            control,
+            device,
+            threads,
+            isa: check.choice("isa", &self.isa, &ISAS, Isa::Auto)?,
+            activations: check.choice("activations", &self.activations, &ACTIVATIONS, Activations::Int8)?,
+            kv_type: check.choice("kv_type", &self.kv_type, &KV_TYPES, KvType::Bf16)?,
+            kv,
+            sequences_max,
+            waiting_max: number("waiting_max", &self.waiting_max, &WAITING, 1024)?,
+            tokens_per_step,
+            prefill_chunk_max: number(
+                "prefill_chunk_max",
+                &self.prefill_chunk_max,
+                &chunk_range,
+                256.min(tokens_per_step),
+            )?,
+            prefix_cache: check.choice("prefix_cache", &self.prefix_cache, &BOOLS, true)?,
+            scheduler: check.choice("scheduler", &self.scheduler, &SCHEDULERS, SchedulerPolicy::Continuous)?,
+            sessions_max,
+            sessions_per_uid: number("sessions_per_uid", &self.sessions_per_uid, &uid_range, 128.min(sessions_max))?,
+            requests_per_session: number(
+                "requests_per_session",
+                &self.requests_per_session,
+                &REQUESTS_PER_SESSION,
+                64,
+            )?,
+            metrics: match &self.metrics {
+                Some(written) => check.metrics(written)?,
+                None => None,
+            },
+            drain_timeout: Duration::from_secs(number("drain_timeout", &self.drain_timeout, &DRAIN_SECONDS, 30)? as u64),
+            log_level: check.choice("log_level", &self.log_level, &LEVELS, log::LevelFilter::Info)?,
+            step_log: match &self.step_log {
+                Some(written) if written.0.is_empty() => {
+                    return Err(check.refuse("step_log", written, "a path; leave the key out to write none"));
+                }
+                other => other.as_ref().map(|Written(path)| PathBuf::from(path)),
+            },
+        })
+    }
+
+    /// Paths of the clients' and the control socket.
+    fn sockets(
+        &self,
+        check: &Check<'_>,
+        around: &Surroundings,
+    ) -> Result<(Option<PathBuf>, Option<PathBuf>), ConfigError> {
+        let default = around.runtime_dir.as_ref().map(|dir| dir.join("llmd"));
+        let written = |key, value: &Option<Written>| match value {
+            Some(written) => check.socket_path(key, written, &written.0).map(Some),
+            None => Ok(None),
+        };
+        let socket = match written("socket", &self.socket)? {
+            _ if around.socket_passed => None,
+            Some(path) => Some(path),
+            None => Some(default.as_ref().map(|dir| dir.join("llmd.sock")).ok_or_else(|| {
+                ConfigError::Missing {
+                    key: "socket",
+                    hint: "XDG_RUNTIME_DIR is not set, so there is no default; give --socket PATH, for example \
+                       /tmp/llmd-$USER/llmd.sock in a folder of your own"
+                        .to_owned(),
+                }
+            })?),
+        };
+        let control = match written("control", &self.control)? {
+            _ if around.control_passed => None,
+            Some(path) => Some(path),
+            None => match socket.as_deref().and_then(Path::parent) {
+                Some(folder) => Some(folder.join("control.sock")),
+                None => default.map(|dir| dir.join("control.sock")),
+            },
+        };
+        if control.is_some() && control == socket {
+            let same = self.control.clone().unwrap_or_else(|| "control.sock".into());
+            return Err(check.refuse("control", &same, "a path other than the one of socket"));
+        }
+        Ok((socket, control))
+    }
+}
+
+const ISAS: [(&str, Isa); 4] =
+    [("auto", Isa::Auto), ("avx512", Isa::Avx512), ("avx2", Isa::Avx2), ("portable", Isa::Portable)];
+const ACTIVATIONS: [(&str, Activations); 2] = [("int8", Activations::Int8), ("f32", Activations::F32)];
+const KV_TYPES: [(&str, KvType); 2] = [("bf16", KvType::Bf16), ("f32", KvType::F32)];
+const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
+const SCHEDULERS: [(&str, SchedulerPolicy); 2] =
+    [("continuous", SchedulerPolicy::Continuous), ("static", SchedulerPolicy::Static)];
+const LEVELS: [(&str, log::LevelFilter); 6] = [
+    ("off", log::LevelFilter::Off),
+    ("error", log::LevelFilter::Error),
+    ("warn", log::LevelFilter::Warn),
+    ("info", log::LevelFilter::Info),
+    ("debug", log::LevelFilter::Debug),
+    ("trace", log::LevelFilter::Trace),
+];
+
+/// The word that is written for a value of a closed list.
+fn word<T: PartialEq>(choices: &[(&'static str, T)], value: &T) -> &'static str {
+    choices.iter().find(|(_, v)| v == value).map_or("", |(word, _)| word)
+}
+
+impl fmt::Display for SchedulerPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(word(&SCHEDULERS, self))
+    }
+}
+
+/// Checks of single values; knows where each was written.
+struct Check<'a> {
+    origins: &'a Origins,
+}
+
+impl Check<'_> {
+    fn origin(&self, key: &str) -> String {
+        self.origins.get(key).cloned().unwrap_or_else(|| "the configuration".to_owned())
+    }
+
+    fn refuse(&self, key: &'static str, written: &Written, allowed: impl Into<String>) -> ConfigError {
+        ConfigError::Value { key, value: written.0.clone(), origin: self.origin(key), allowed: allowed.into() }
+    }
+
+    fn integer(
+        &self,
+        key: &'static str,
+        written: &Written,
+        range: &RangeInclusive<u64>,
+        also: &str,
+    ) -> Result<usize, ConfigError> {
+        match written.0.parse::<u64>() {
+            Ok(number) if range.contains(&number) => Ok(number as usize),
+            _ => {
+                let allowed = format!("{also}a whole number from {} to {}", range.start(), range.end());
+                Err(self.refuse(key, written, allowed))
+            }
+        }
+    }
+
+    fn choice<T: Copy>(
+        &self,
+        key: &'static str,
+        written: &Option<Written>,
+        choices: &[(&'static str, T)],
+        default: T,
+    ) -> Result<T, ConfigError> {
+        let Some(written) = written else { return Ok(default) };
+        choices.iter().find(|(word, _)| *word == written.0).map(|(_, value)| *value).ok_or_else(|| {
+            let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
+            self.refuse(key, written, format!("one of {}", words.join(", ")))
+        })
+    }
+
+    fn socket_path(&self, key: &'static str, written: &Written, path: &str) -> Result<PathBuf, ConfigError> {
+        if path.is_empty() || path.len() > SOCKET_PATH_BYTES_MAX || path.contains('\0') {
+            let allowed =
+                format!("a path of 1 to {SOCKET_PATH_BYTES_MAX} bytes, as the kernel has it for Unix sockets");
+            return Err(self.refuse(key, written, allowed));
+        }
+        Ok(PathBuf::from(path))
+    }
+
+    fn metrics(&self, written: &Written) -> Result<Option<MetricsAddress>, ConfigError> {
+        let text = written.0.as_str();
+        if text == "off" {
+            return Ok(None);
+        }
+        if let Some(path) = text.strip_prefix("unix:") {
+            let path = self.socket_path("metrics", written, path)?;
+            return Ok(Some(MetricsAddress::Unix(path)));
+        }
+        text.parse().map(|address| Some(MetricsAddress::Tcp(address))).map_err(|_| {
+            self.refuse("metrics", written, "off, an address with port such as 127.0.0.1:9400, or unix:/path")
+        })
+    }
+}
+
+/// A TOML basic string.
+fn quoted(text: &str) -> String {
+    let mut out = String::from('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => out.extend(['\\', c]),
+            c if c.is_control() => write!(out, "\\u{:04X}", c as u32).expect("a String takes everything"),
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
+/// "2GiB", "512 MiB", "64KiB", "1048576" in bytes; also GB, MB, kB in powers of ten.
+fn parse_bytes(text: &str) -> Option<u64> {
+    const UNITS: [(&str, u64); 9] = [
+        ("TiB", 1 << 40),
+        ("GiB", 1 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+        ("TB", 1_000_000_000_000),
+        ("GB", 1_000_000_000),
+        ("MB", 1_000_000),
+        ("kB", 1_000),
+        ("B", 1),
+    ];
+    let (digits, unit) = UNITS
+        .iter()
+        .find_map(|(name, unit)| text.strip_suffix(name).map(|digits| (digits.trim_end(), *unit)))
+        .unwrap_or((text, 1));
+    digits.parse::<u64>().ok()?.checked_mul(unit)
+}
+
+impl Settings {
+    /// The settings as a configuration file that means the same; what systemd passes stands as a comment.
+    pub fn to_toml(&self) -> String {
+        let mut out = String::new();
+        let mut line = |key: &str, value: String| writeln!(out, "{key} = {value}").expect("a String takes everything");
+        let path = |path: &Path| quoted(&path.to_string_lossy());
+        line("model", path(&self.model));
+        match &self.socket {
+            Some(socket) => line("socket", path(socket)),
+            None => line("# socket", "passed by systemd".into()),
+        }
+        match &self.control {
+            Some(control) => line("control", path(control)),
+            None => line("# control", "passed by systemd, or none".into()),
+        }
+        line(
+            "device",
+            quoted(match self.device {
+                Device::Cpu => "cpu",
+            }),
+        );
+        line("threads", self.threads.to_string());
+        line("isa", quoted(word(&ISAS, &self.isa)));
+        line("activations", quoted(word(&ACTIVATIONS, &self.activations)));
+        line("kv_type", quoted(word(&KV_TYPES, &self.kv_type)));
+        match self.kv {
+            KvSize::Auto => line("kv_memory", quoted("auto")),
+            KvSize::Blocks(blocks) => line("kv_blocks", blocks.to_string()),
+            KvSize::Bytes(bytes) => line("kv_memory", bytes.to_string()),
+        }
+        line("sequences_max", self.sequences_max.to_string());
+        line("waiting_max", self.waiting_max.to_string());
+        line("tokens_per_step", self.tokens_per_step.to_string());
+        line("prefill_chunk_max", self.prefill_chunk_max.to_string());
+        line("prefix_cache", self.prefix_cache.to_string());
+        line("scheduler", quoted(word(&SCHEDULERS, &self.scheduler)));
+        line("sessions_max", self.sessions_max.to_string());
+        line("sessions_per_uid", self.sessions_per_uid.to_string());
+        line("requests_per_session", self.requests_per_session.to_string());
+        line(
+            "metrics",
+            quoted(&match &self.metrics {
+                None => "off".to_owned(),
+                Some(MetricsAddress::Tcp(address)) => address.to_string(),
+                Some(MetricsAddress::Unix(path)) => format!("unix:{}", path.display()),
+            }),
+        );
+        line("drain_timeout", self.drain_timeout.as_secs().to_string());
+        line("log_level", quoted(word(&LEVELS, &self.log_level)));
+        match &self.step_log {
+            Some(step_log) => line("step_log", path(step_log)),
+            None => line("# step_log", "none".into()),
+        }
+        out
+    }
+}
+
+impl<'de> Deserialize<'de> for Written {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Scalar;
+        impl serde::de::Visitor<'_> for Scalar {
+            type Value = Written;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a text, a whole number, true or false")
+            }
+            fn visit_str<E>(self, text: &str) -> Result<Written, E> {
+                Ok(Written(text.to_owned()))
+            }
+            fn visit_i64<E>(self, number: i64) -> Result<Written, E> {
+                Ok(Written(number.to_string()))
+            }
+            fn visit_bool<E>(self, value: bool) -> Result<Written, E> {
+                Ok(Written(value.to_string()))
+            }
+        }
+        deserializer.deserialize_any(Scalar)
+    }
+}
+
+#[cfg(test)]
+#[path = "config_tests.rs"]
+mod tests;
