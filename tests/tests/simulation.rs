@@ -6,10 +6,13 @@
 //!
 //! `LLMD_SIM_SEEDS=n` runs n histories instead of the default; `LLMD_SIM_SEED=s` runs only that one.
 //!
-//! That the checks bite was tried by taking rules out of the scheduler one at a time; each of these turns tests red:
-//! evicting the block a step is about to hold; publishing before the commit; matching all tokens of a prompt; ignoring the
-//! salt; chunks that end inside blocks; preempting the oldest; putting the preempted at the end of the queue; admitting
-//! below the watermark; keeping blocks of a cancelled sequence; not counting padding rows; letting a stop id end too early.
+//! That the checks bite was tried by breaking the rules one at a time. Each of these turned tests red: evicting the
+//! cached blocks a sequence is about to hold; publishing before the step that writes; matching all of a prompt; ignoring the
+//! salt; letting go of a table's first block first; keeping the same content twice; chunks that end inside blocks; a decode
+//! left out; half the budget unused; preempting the oldest; putting the preempted at the end of the queue, with a token
+//! less, or with `computed` as it was; admitting below the watermark, without headroom, or a fifth partial prefill; queueing
+//! what never fits; going on beyond the cache; keeping a cancelled sequence's blocks; not counting generations; a stop id one
+//! token too early; sampling for who wants no token; static batches without padding, or that take others in.
 
 #[path = "simulation/oracle.rs"]
 mod oracle;
@@ -199,6 +202,30 @@ fn a_preempted_sequence_comes_back_once_and_does_not_thrash() {
 }
 
 #[test]
+fn nobody_is_admitted_until_enough_is_free_again() {
+    // The leader all but fills the cache; the victim is small, and soon there would be room for it: to be preempted again.
+    let mut world = World::new(settings());
+    let leader = world.add(request(1, 240 * 16, 120));
+    while world.scheduler.sequence(leader).unwrap().output_len() == 0 {
+        world.advance();
+    }
+    let ends = world.add(request(2, 60, 60));
+    let victim = world.add(request(3, 20, 100));
+    while world.last.preempted.is_empty() {
+        world.advance();
+    }
+    assert_eq!(world.last.preempted, [victim]);
+    while !world.ended.contains_key(&leader) {
+        world.advance();
+        assert!(world.last.admitted.is_empty());
+    }
+    let needed = world.scheduler.sequence(victim).unwrap().tokens.len().div_ceil(16);
+    assert!(world.ended.contains_key(&ends) && needed < 8, "there was room for {needed} blocks before");
+    world.drain();
+    assert_eq!(world.record(victim).preemptions, 1);
+}
+
+#[test]
 fn a_preempted_sequence_keeps_its_place_and_loses_no_token() {
     let mut world = World::new(SchedulerSettings { sequences_running_max: 2, ..settings() });
     let first = world.add(request(1, 20, 30));
@@ -251,7 +278,7 @@ fn a_long_prompt_does_not_freeze_the_streams() {
     let len = |world: &World, id| world.scheduler.sequence(id).unwrap().output_len();
     while len(&world, long) == 0 {
         let before: Vec<_> = streams.iter().map(|&id| len(&world, id)).collect();
-        world.step();
+        world.advance();
         steps += 1;
         for (&id, before) in streams.iter().zip(before) {
             assert_eq!(len(&world, id), before + 1, "a stream stood still");
@@ -271,7 +298,7 @@ fn decodes_leave_the_reserve_to_prefills() {
     let long = world.add(request(99, 160, 1));
     let joined = world.steps;
     while !world.ended.contains_key(&long) {
-        world.step();
+        world.advance();
     }
     assert_eq!(world.steps - joined, 10, "a block each step");
 }
@@ -355,7 +382,7 @@ fn a_request_gives_the_same_tokens_whatever_happens_around_it() {
                 let id = world.add(wanted.clone());
                 let mut forced = 0;
                 while !world.ended.contains_key(&id) {
-                    world.step();
+                    world.advance();
                     // In its prefill, after its first token, and later.
                     forced += usize::from(forced < 3 && world.steps.is_multiple_of(7) && world.preempt(id));
                 }
