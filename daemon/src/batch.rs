@@ -1,7 +1,7 @@
 //! A `StepPlan` flattened into the arrays a forward pass reads. T tokens of S sequences stand one after another without
 //! padding. The vectors are allocated once and refilled every step.
 
-use crate::kv_cache::block::BLOCK_TOKENS;
+use crate::kv_cache::block::{BLOCK_TOKENS, BlockId};
 use crate::plan::{PlanEntry, StepPlan};
 use crate::sequence::{Sequence, SequenceId};
 
@@ -60,13 +60,20 @@ impl ForwardBatch {
 
     /// Takes over a plan, whose sequences `lookup` finds. Row by row as the plan has it: entry s of the plan is sequence
     /// s of the batch, and the rows of `logit_rows` are those of the entries that sample, in order.
-    pub fn fill<'a>(&mut self, plan: &StepPlan, lookup: impl Fn(SequenceId) -> &'a Sequence) {
+    ///
+    /// Padding rows (static scheduling only) come last, each a sequence of one token at position 0 that writes into
+    /// `scratch`, a block that belongs to nobody. They cost what a row's projections cost, but neither attention over a
+    /// context nor logits: less than the padding of a real static batch.
+    pub fn fill<'a>(&mut self, plan: &StepPlan, scratch: Option<BlockId>, lookup: impl Fn(SequenceId) -> &'a Sequence) {
         self.clear();
         for entry in &plan.entries {
             self.push(entry, lookup(entry.sequence));
         }
-        assert_eq!(self.rows(), plan.tokens());
-        assert_eq!(self.sequences(), plan.entries.len());
+        for _ in 0..plan.padding_rows {
+            self.push_padding(scratch.expect("padding rows have a block to write to"));
+        }
+        assert_eq!(self.rows(), plan.tokens() + plan.padding_rows as usize);
+        assert_eq!(self.sequences(), plan.entries.len() + plan.padding_rows as usize);
         debug_assert!(self.logit_rows.is_sorted());
     }
 
@@ -112,12 +119,21 @@ impl ForwardBatch {
             self.logit_rows.push(self.tokens.len() as u32 - 1);
         }
     }
+
+    fn push_padding(&mut self, scratch: BlockId) {
+        self.tokens.push(0);
+        self.positions.push(0);
+        self.slot_mapping.push(scratch.0 * BLOCK_TOKENS as u32);
+        self.cu_seqlens_q.push(self.tokens.len() as u32);
+        self.context_lens.push(1);
+        self.block_tables.push(scratch.0);
+        self.block_table_starts.push(self.block_tables.len() as u32);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kv_cache::block::BlockId;
     use crate::sequence::{Sampling, SequenceState};
 
     fn sequence(index: u32, tokens: std::ops::Range<u32>, computed: usize, blocks: &[u32]) -> Sequence {
@@ -157,7 +173,7 @@ mod tests {
     }
 
     fn fill(batch: &mut ForwardBatch, sequences: &[Sequence], entries: &[PlanEntry]) {
-        batch.fill(&plan(entries), |id| &sequences[id.index as usize]);
+        batch.fill(&plan(entries), None, |id| &sequences[id.index as usize]);
     }
 
     #[test]
@@ -208,6 +224,20 @@ mod tests {
         fill(&mut batch, &[], &[]);
         assert_eq!((batch.rows(), batch.sequences()), (0, 0));
         assert_eq!((&batch.cu_seqlens_q, &batch.block_table_starts), (&vec![0], &vec![0]));
+    }
+
+    #[test]
+    fn padding_rows_write_where_nobody_reads() {
+        let sequences = [sequence(0, 100..118, 17, &[9, 4])];
+        let mut batch = ForwardBatch::with_limits(4, 4, 64);
+        let plan = StepPlan { padding_rows: 2, ..plan(&[entry(0, 17, 1, true)]) };
+        batch.fill(&plan, Some(BlockId(6)), |id| &sequences[id.index as usize]);
+        assert_eq!(batch.tokens, [117, 0, 0]);
+        assert_eq!(batch.positions, [17, 0, 0]);
+        assert_eq!(batch.slot_mapping, [65, 96, 96]);
+        assert_eq!((&batch.cu_seqlens_q[..], &batch.context_lens[..]), (&[0, 1, 2, 3][..], &[18, 1, 1][..]));
+        assert_eq!([batch.block_table(0), batch.block_table(1), batch.block_table(2)], [&[9, 4][..], &[6], &[6]]);
+        assert_eq!(batch.logit_rows, [0]);
     }
 
     #[test]

@@ -11,5 +11,6 @@ pub mod logging;
 pub mod metrics;
 pub mod model;
 pub mod plan;
+pub mod sampler;
 pub mod sequence;
 pub mod text;

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 
-use llmd_protocol::doorbell::{CompletionDoorbell, Published, wake_fence};
+use llmd_protocol::doorbell::SessionSocket;
+use llmd_protocol::ring::Published;
+use llmd_protocol::session::CompletionDoorbell;
 
 use crate::metrics::Metrics;
 
@@ -18,7 +20,7 @@ pub enum Notice {
     /// New completions stand in the ring: wake the client if it sleeps.
     Published(Arc<CompletionDoorbell>, Published),
     /// The session is given up: shut its socket, which the sessions thread sees as a hang-up.
-    Close(Arc<CompletionDoorbell>),
+    Close(SessionSocket),
 }
 
 /// The engine's end. Sending never blocks; the notifier is faster than the engine by orders of magnitude and the number
@@ -49,16 +51,17 @@ fn run(receiver: &mpsc::Receiver<Vec<Notice>>, metrics: &Metrics) {
     while let Ok(notices) = receiver.recv() {
         // Pairs with the client's fence between storing its wake request and loading the tail once more: either it sees
         // our tail, or we see its request. One fence serves the whole batch, since all tails were stored before it.
-        wake_fence();
+        CompletionDoorbell::fence();
         for notice in &notices {
             match notice {
                 Notice::Published(doorbell, published) => {
                     if doorbell.needs_wake(*published) {
                         metrics.wakes(1);
+                        // A client that is gone is noticed by the sessions thread, which polls the same socket.
                         doorbell.ring();
                     }
                 }
-                Notice::Close(doorbell) => doorbell.shutdown(),
+                Notice::Close(socket) => socket.hang_up(),
             }
         }
     }

@@ -10,22 +10,32 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use llmd_protocol::doorbell::CompletionDoorbell;
-use llmd_protocol::limits::SPILL_SLOTS_MAX;
-use llmd_protocol::ring::CompletionProducer;
-use llmd_protocol::layout::CompletionSlot;
+use llmd_protocol::completion::CompletionSlot;
+use llmd_protocol::doorbell::SessionSocket;
+use llmd_protocol::limits::{SPILL_BYTES, SPILL_CANCEL, SPILL_DESCHEDULE};
+use llmd_protocol::session::{CompletionDoorbell, CompletionProducer};
 
 use crate::metrics::Metrics;
 use crate::notifier::{Notice, Notifier};
 use crate::sequence::SequenceId;
 use crate::sessions::{SessionKey, SessionShared};
 
-/// A spill that has not been empty for this long suspends its session's sequences.
-pub const SUSPEND_AFTER: Duration = Duration::from_secs(2);
-/// A spill that has not been empty for this long ends its session's requests as `SlowReader`.
-pub const SLOW_READER_AFTER: Duration = Duration::from_secs(30);
-/// A spill filled to this many slots suspends at once, whatever the time: the rest is room for what is in flight.
+/// Slots of one spill. At half of it the session is suspended whatever the time; the rest is room for what its requests
+/// in flight still have to say.
+const SPILL_SLOTS_MAX: usize = SPILL_BYTES / size_of::<CompletionSlot>();
 const SUSPEND_AT_SLOTS: usize = SPILL_SLOTS_MAX / 2;
+
+/// A new session's parts that are the engine's.
+pub struct Opened {
+    /// Who it is.
+    pub shared: Arc<SessionShared>,
+    /// Where its answers go.
+    pub completions: CompletionProducer,
+    /// How its client is woken.
+    pub doorbell: CompletionDoorbell,
+    /// How it is ended from our side.
+    pub socket: SessionSocket,
+}
 
 /// What a session's backlog asks of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,6 +52,7 @@ pub enum Pressure {
 struct Lane {
     completions: CompletionProducer,
     doorbell: Arc<CompletionDoorbell>,
+    socket: SessionSocket,
     shared: Arc<SessionShared>,
     spill: VecDeque<CompletionSlot>,
     spilling_since: Option<Instant>,
@@ -73,11 +84,13 @@ impl Outbox {
     }
 
     /// A session has come.
-    pub fn open(&mut self, completions: CompletionProducer, doorbell: Arc<CompletionDoorbell>, shared: Arc<SessionShared>) {
+    pub fn open(&mut self, opened: Opened) {
+        let Opened { shared, completions, doorbell, socket } = opened;
         let key = shared.key;
         let lane = Lane {
             completions,
-            doorbell,
+            doorbell: Arc::new(doorbell),
+            socket,
             shared,
             spill: VecDeque::new(),
             spilling_since: None,
@@ -139,12 +152,13 @@ impl Outbox {
             self.dirty.push(key);
         }
         if lane.spill.is_empty() {
+            if lane.completions.push(slot).is_ok() {
+                return;
+            }
+            // Full by the last look; the client may have read since.
             match lane.completions.free() {
                 Ok(0) => {}
-                Ok(_) => {
-                    lane.completions.push(slot);
-                    return;
-                }
+                Ok(_) => return lane.completions.push(slot).expect("a slot is free"),
                 Err(violation) => return self.give_up(key, &violation.to_string()),
             }
         }
@@ -197,7 +211,7 @@ impl Outbox {
             match lane.completions.free() {
                 Ok(free) => {
                     for slot in lane.spill.drain(..lane.spill.len().min(free as usize)) {
-                        lane.completions.push(slot);
+                        lane.completions.push(slot).expect("as many as are free");
                         self.spilled -= 1;
                         if !lane.dirty {
                             lane.dirty = true;
@@ -219,10 +233,10 @@ impl Outbox {
                 continue;
             }
             let waited = lane.spilling_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-            if waited >= SLOW_READER_AFTER && !lane.gave_up {
+            if waited >= SPILL_CANCEL && !lane.gave_up {
                 lane.gave_up = true;
                 verdict(key, Pressure::GiveUp);
-            } else if !lane.suspended && (waited >= SUSPEND_AFTER || lane.spill.len() >= SUSPEND_AT_SLOTS) {
+            } else if !lane.suspended && (waited >= SPILL_DESCHEDULE || lane.spill.len() >= SUSPEND_AT_SLOTS) {
                 lane.suspended = true;
                 verdict(key, Pressure::Suspend);
             }
@@ -254,6 +268,6 @@ impl Outbox {
         lane.spill.clear();
         lane.spilling_since = None;
         log::warn!("session {key} (uid {}, pid {}) closed: {why}", lane.shared.peer.uid, lane.shared.peer.pid);
-        self.notices.push(Notice::Close(Arc::clone(&lane.doorbell)));
+        self.notices.push(Notice::Close(lane.socket.clone()));
     }
 }

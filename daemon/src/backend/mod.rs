@@ -5,6 +5,8 @@
 //! bit: not on how many rows stand beside it, nor on where a prompt was cut into chunks. Sums along K and along positions
 //! run in an order fixed by the row's own indices.
 
+pub mod cpu;
+
 use crate::batch::ForwardBatch;
 use llmd_kernels::quant::WeightType;
 

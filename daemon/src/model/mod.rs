@@ -16,6 +16,8 @@ mod error;
 pub mod forward;
 pub mod gguf;
 mod metadata;
+#[cfg(test)]
+mod reference_tests;
 pub mod rope;
 pub mod runner;
 pub mod sizing;

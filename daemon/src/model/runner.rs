@@ -36,9 +36,10 @@ pub struct MemoryFigures {
 
 /// A model that steps, whatever the device: what the engine holds.
 pub trait Runner: Send {
-    /// Computes a step and returns the logits of `batch.logit_rows`, (L, vocab). The batch must keep within the limits
-    /// and the blocks the runner was made with; an error ends the process.
-    fn forward(&mut self, batch: &ForwardBatch) -> Result<&[f32], BackendError>;
+    /// Computes a step and returns the logits of `batch.logit_rows`, (L, vocab), which the caller may change (penalties
+    /// work in place). The batch must keep within the limits and the blocks the runner was made with; an error ends the
+    /// process.
+    fn forward(&mut self, batch: &ForwardBatch) -> Result<&mut [f32], BackendError>;
     /// Copies a block's keys and values, all layers.
     fn copy_block(&mut self, from: BlockId, to: BlockId);
     /// Ids of the model; the length of a row of logits.
@@ -107,7 +108,7 @@ impl<B: Backend> ModelRunner<B> {
 }
 
 impl<B: Backend> Runner for ModelRunner<B> {
-    fn forward(&mut self, batch: &ForwardBatch) -> Result<&[f32], BackendError> {
+    fn forward(&mut self, batch: &ForwardBatch) -> Result<&mut [f32], BackendError> {
         self.check(batch);
         let logits = &mut self.logits[..batch.logit_rows.len() * self.architecture.vocab_size];
         forward::forward(&mut self.backend, &self.architecture, &self.weights, &mut self.activations, batch, logits)?;

@@ -1,48 +1,30 @@
 //! One connected client as the sessions thread sees it: its socket, its submission ring, its requests on their way.
 
 use std::collections::HashMap;
-use std::io::{self, Read};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
-use llmd_protocol::ring::{Submission, SubmissionConsumer, Violation};
+use llmd_protocol::doorbell::SessionSocket;
+use llmd_protocol::layout::SessionState;
+use llmd_protocol::session::{Submission, SubmissionConsumer, Violation};
 
 use crate::sessions::SessionShared;
 
 /// Submissions taken from one session before the others have their turn.
 const SUBMISSIONS_PER_TURN: usize = 64;
-/// Doorbells without a submission behind them that a client may send per [`SPURIOUS_WINDOW`]. A correct client sends
-/// none but for a rare race, so this is far from anything honest.
-const SPURIOUS_DOORBELLS_MAX: u32 = 1000;
-const SPURIOUS_WINDOW: Duration = Duration::from_secs(1);
-/// Doorbell bytes read at a time.
-const DOORBELLS_READ: usize = 64;
 
 /// One client.
 pub struct Session {
     /// What the engine knows too.
     pub shared: Arc<SessionShared>,
     /// Doorbell in both directions, and liveness.
-    socket: UnixStream,
+    socket: SessionSocket,
     submissions: SubmissionConsumer,
     /// Requests that may still be on their way to the engine, with the flag that stops them there. Entries whose flag
     /// nobody else holds any more have arrived and are dropped at the next look.
     on_the_way: HashMap<u32, Arc<AtomicBool>>,
-    doorbells_spurious: u32,
-    window_start: Instant,
-}
-
-/// What the socket said.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Doorbell {
-    /// At least one byte: look at the ring.
-    Rang,
-    /// Nothing to read after all.
-    Silent,
-    /// The client is gone.
-    HungUp,
+    /// Doorbells read and not yet set against what they announced.
+    doorbells: usize,
 }
 
 /// How far a turn got.
@@ -55,33 +37,30 @@ pub enum Turn {
 
 impl Session {
     /// A session whose handshake is done.
-    pub fn new(shared: Arc<SessionShared>, socket: UnixStream, submissions: SubmissionConsumer) -> Self {
-        Self {
-            shared,
-            socket,
-            submissions,
-            on_the_way: HashMap::new(),
-            doorbells_spurious: 0,
-            window_start: Instant::now(),
-        }
+    pub fn new(shared: Arc<SessionShared>, socket: SessionSocket, submissions: SubmissionConsumer) -> Self {
+        Self { shared, socket, submissions, on_the_way: HashMap::new(), doorbells: 0 }
     }
 
     /// Its socket, for polling.
-    pub fn socket(&self) -> &UnixStream {
+    pub fn socket(&self) -> &SessionSocket {
         &self.socket
     }
 
-    /// Reads the doorbell's bytes, of which the number means nothing.
-    pub fn read_doorbell(&mut self) -> Doorbell {
-        let mut bytes = [0; DOORBELLS_READ];
-        match (&self.socket).read(&mut bytes) {
-            Ok(0) => Doorbell::HungUp,
-            Ok(_) => Doorbell::Rang,
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
-                Doorbell::Silent
-            }
-            Err(_) => Doorbell::HungUp,
-        }
+    /// Takes waiting doorbells out of the socket. False: the client is gone.
+    pub fn read_doorbells(&mut self) -> bool {
+        let drained = self.socket.drain();
+        self.doorbells += drained.doorbells;
+        !drained.hung_up
+    }
+
+    /// Tells the client where the daemon stands.
+    pub fn set_state(&self, state: SessionState) {
+        self.submissions.set_state(state);
+    }
+
+    /// Ends the connection.
+    pub fn hang_up(&self) {
+        self.socket.hang_up();
     }
 
     /// Takes what the ring holds, at most one turn's share, and parks when it is empty. `take` gets each submission with
@@ -110,22 +89,15 @@ impl Session {
                     take(&self.shared, Taken::Cancel { request: request_id });
                 }
                 None => {
-                    if self.submissions.park() {
+                    self.submissions.note_doorbells(std::mem::take(&mut self.doorbells))?;
+                    if self.submissions.arm_wake()? {
                         return Ok(Turn::Parked);
                     }
+                    // Parts of one large request count too: a client that never ends one has its turn like the others.
+                    taken += 1;
                 }
             }
         }
-    }
-
-    /// Counts a doorbell that had nothing behind it. False when there were too many.
-    pub fn tolerate_spurious(&mut self, now: Instant) -> bool {
-        if now.duration_since(self.window_start) > SPURIOUS_WINDOW {
-            self.window_start = now;
-            self.doorbells_spurious = 0;
-        }
-        self.doorbells_spurious += 1;
-        self.doorbells_spurious <= SPURIOUS_DOORBELLS_MAX
     }
 
     /// Stops what is still on its way to the engine.
