@@ -55,6 +55,12 @@ impl Default for TinyModel {
 }
 
 impl TinyModel {
+    /// Larger: a step takes a sizeable part of a millisecond, so that a request of thousands of tokens is surely still
+    /// running when a test does something to it.
+    pub fn slow() -> Self {
+        Self { layers: 8, hidden: 256, heads: 4, kv_heads: 2, feed_forward: 512, context: 4096, seed: 1 }
+    }
+
     /// Writes the model to `path`.
     pub fn write(&self, path: &Path) -> std::io::Result<()> {
         fs::write(path, self.writer().bytes())

@@ -16,8 +16,8 @@ pub fn bench(name: Option<&str>, json: Option<&Path>, arguments: &[String]) -> R
             .args(json.map(|path| [Path::new("--json"), path]).into_iter().flatten())
             .args(arguments)
             .env("LLMD_MODEL", setup::default_model()?);
-    } else if json.is_some() || !arguments.is_empty() {
-        return Err(Failure::new("which benchmark? `cargo xtask bench` lists them"));
+    } else {
+        command.arg("--help");
     }
     let status = command
         .env("LLMD_BIN", built.program("llmd")?)
