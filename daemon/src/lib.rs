@@ -12,5 +12,6 @@ pub mod metrics;
 pub mod model;
 pub mod plan;
 pub mod sampler;
+pub mod scheduler;
 pub mod sequence;
 pub mod text;

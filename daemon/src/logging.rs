@@ -380,4 +380,26 @@ mod tests {
             assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), date);
         }
     }
+
+    /// Run as a service: `systemd-run --wait TEST-BINARY --ignored --exact logging::tests::a_line_reaches_the_journal`.
+    #[test]
+    #[ignore = "needs a journald, and to be started by systemd"]
+    fn a_line_reaches_the_journal() {
+        assert!(systemd_journal_logger::connected_to_journal(), "not started by systemd");
+        let marker = format!("marker {}", std::process::id());
+        let logging = init(LevelFilter::Info).unwrap();
+        log::warn!(uid = 1000, unit = "my app.service"; "{marker}");
+        drop(logging);
+        let line = (0..50)
+            .find_map(|_| {
+                std::thread::sleep(Duration::from_millis(100));
+                let out = std::process::Command::new("journalctl").args(["-o", "json", "--no-pager"]).output().unwrap();
+                let lines = String::from_utf8(out.stdout).unwrap();
+                lines.lines().find(|line| line.contains(&marker)).map(str::to_owned)
+            })
+            .expect("the line is in the journal");
+        let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+        assert_eq!((&line["MESSAGE"], &line["PRIORITY"]), (&marker.into(), &"4".into()));
+        assert_eq!((&line["LLMD_UID"], &line["LLMD_UNIT"]), (&"1000".into(), &"my app.service".into()));
+    }
 }
