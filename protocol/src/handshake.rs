@@ -466,7 +466,13 @@ pub fn connect(path: &Path, hello: Hello, timeout: Duration) -> Result<Welcome, 
     )
     .map_err(io::Error::from)?;
     let address = UnixAddr::new(path).map_err(io::Error::from)?;
-    match socket::connect(fd.as_raw_fd(), &address) {
+    let connected = loop {
+        match socket::connect(fd.as_raw_fd(), &address) {
+            Err(Errno::EINTR) => {}
+            other => break other,
+        }
+    };
+    match connected {
         Ok(()) => {}
         Err(e @ (Errno::ENOENT | Errno::ECONNREFUSED)) => {
             return Err(ConnectError::NotRunning(e.into()));
