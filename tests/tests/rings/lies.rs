@@ -199,125 +199,145 @@ fn doorbells_for_nothing_are_counted() {
     ));
 }
 
-/// A client that writes all over its segment while the daemon reads. Every answer of the daemon's side is a value or a
-/// violation; an honest session beside it goes on.
+/// A client that writes all over its segment, between any two looks of the daemon: every answer of the daemon's side is
+/// a value or a violation. One thread and fixed seeds, so that it is the same each time.
 #[test]
-fn a_scribbler_hurts_only_itself() {
-    let (mut honest_daemon, mut honest) = session();
-    let stop = AtomicBool::new(false);
+fn a_scribbler_is_found_out() {
     let (mut violations, mut taken) = (0, 0);
-    thread::scope(|scope| {
-        let begun = Instant::now();
-        while begun.elapsed() < Duration::from_millis(1500) {
-            let (mut daemon, up, _stream) = lying_session();
-            stop.store(false, Ordering::Relaxed);
-            let scribbler = scope.spawn({
-                let (stop, seed) = (&stop, violations);
-                move || scribble(&up, seed, stop)
-            });
-            let lie = serve_scribbler(&mut daemon, &mut taken, begun + Duration::from_millis(1500));
-            violations += u64::from(lie.is_some());
-            stop.store(true, Ordering::Relaxed);
-            scribbler.join().unwrap();
-            ask(&mut honest, 1, b"as ever");
-            let submission = Submission::Submit {
-                request_id: 1,
-                payload: b"as ever".to_vec(),
-            };
-            assert_eq!(next_submission(&mut honest_daemon), Some(submission));
+    for seed in 0..100 {
+        let (mut daemon, up, _stream) = lying_session();
+        let mut scribbler = Scribbler::new(&up, seed);
+        for _ in 0..200 {
+            (0..8).for_each(|_| scribbler.step());
+            if turn(&mut daemon, &mut taken).is_err() {
+                violations += 1;
+                break;
+            }
         }
-    });
+    }
     assert!(
-        violations > 20 && taken > 20,
+        violations > 50 && taken > 500,
         "{violations} violations, {taken} submissions"
     );
 }
 
-/// Mostly plausible values, now and then anything: pure noise would be refused at the first look.
-fn scribble(up: &Mapping, seed: u64, stop: &AtomicBool) {
-    let mut numbers = Numbers(seed);
-    let words = up.bytes() as u64 / 8;
-    let cancel = SubmissionSlot {
-        op: 3,
-        ..SubmissionSlot::default()
-    };
-    (0..64).for_each(|place| put(up, place, cancel));
-    let mut tail = 0;
-    while !stop.load(Ordering::Relaxed) {
-        let n = numbers.next();
+/// The same while the daemon looks; an honest session beside it goes on.
+#[test]
+fn a_scribbler_hurts_only_itself() {
+    let (mut honest_daemon, mut honest) = session();
+    let begun = Instant::now();
+    let mut seed = 100;
+    while begun.elapsed() < Duration::from_secs(1) {
+        let (mut daemon, up, _stream) = lying_session();
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut scribbler = Scribbler::new(&up, seed);
+                while !stop.load(Ordering::Relaxed) {
+                    scribbler.step();
+                }
+            });
+            // Until it is found out, or has been watched long enough.
+            let watched = Instant::now();
+            while turn(&mut daemon, &mut 0).is_ok()
+                && watched.elapsed() < Duration::from_millis(100)
+            {}
+            stop.store(true, Ordering::Relaxed);
+        });
+        seed += 1;
+        ask(&mut honest, 1, b"as ever");
+        let submission = Submission::Submit {
+            request_id: 1,
+            payload: b"as ever".to_vec(),
+        };
+        assert_eq!(next_submission(&mut honest_daemon), Some(submission));
+    }
+}
+
+/// What the daemon does with a session when it looks at it, all ends together.
+fn turn(daemon: &mut DaemonSession, taken: &mut u64) -> Result<(), Violation> {
+    while let Some(submission) = daemon.submissions.next()? {
+        *taken += 1;
+        if let Submission::Submit {
+            request_id,
+            payload,
+        } = submission
+            && GenerateRequest::decode(&payload).is_err()
+        {
+            let _ = daemon
+                .completions
+                .push(CompletionSlot::error(request_id, Reject::Malformed));
+        }
+    }
+    daemon.completions.free()?;
+    publish(daemon);
+    daemon.submissions.arm_wake().map(drop)
+}
+
+/// Stores mostly plausible values, now and then anything: pure noise would be refused at the first look.
+struct Scribbler<'a> {
+    up: &'a Mapping,
+    numbers: Numbers,
+    tail: u32,
+}
+
+impl<'a> Scribbler<'a> {
+    fn new(up: &'a Mapping, seed: u64) -> Self {
+        let cancel = SubmissionSlot {
+            op: 3,
+            ..SubmissionSlot::default()
+        };
+        (0..64).for_each(|place| put(up, place, cancel));
+        Self {
+            up,
+            numbers: Numbers(seed),
+            tail: 0,
+        }
+    }
+
+    fn step(&mut self) {
+        let n = self.numbers.next();
         match n % 32 {
             0..12 => {
                 let request_id = (n >> 8) as u32 % 4;
                 let (arena_offset, arena_len) =
                     ((n >> 16) as u32 % 4200 * 8, (n >> 32) as u32 % 33_000);
+                let cancel = SubmissionSlot {
+                    op: 3,
+                    request_id,
+                    ..SubmissionSlot::default()
+                };
                 let submit = SubmissionSlot {
                     op: 1,
-                    request_id,
                     arena_offset,
                     arena_len,
                     ..cancel
                 };
-                let slot = [
-                    submit,
-                    SubmissionSlot { op: 2, ..submit },
-                    SubmissionSlot {
-                        request_id,
-                        ..cancel
-                    },
-                ];
-                put(
-                    up,
-                    (n >> 48) as u32 % 64,
-                    slot[if (n >> 56).is_multiple_of(16) {
-                        1
-                    } else {
-                        (n >> 60) as usize % 2 * 2
-                    }],
-                );
+                let slot = match n >> 60 {
+                    0 => SubmissionSlot { op: 2, ..submit },
+                    1..8 => submit,
+                    _ => cancel,
+                };
+                put(self.up, (n >> 48) as u32 % 64, slot);
             }
             12..24 => {
-                tail += (n >> 8) as u32 % 3;
-                up.store_u32(up::SQ_TAIL, tail);
-                thread::yield_now();
+                self.tail = self.tail.wrapping_add((n >> 8) as u32 % 3);
+                self.up.store_u32(up::SQ_TAIL, self.tail);
             }
-            24 => up.store_u32(up::CQ_HEAD, (n >> 8) as u32 % 4),
-            25 => up.store_u32(up::CQ_WAKE_AT, (n >> 8) as u32),
-            26..31 => up.store_u64((0x2000 + (n >> 8) % 8192 * 8) as u32, numbers.next()),
-            _ if (n >> 8).is_multiple_of(16) => {
-                up.store_u64((numbers.next() % words) as u32 * 8, numbers.next())
+            24 => self
+                .up
+                .store_u32(up::CQ_HEAD, if n >> 60 == 0 { 1 } else { 0 }),
+            25 => self.up.store_u32(up::CQ_WAKE_AT, (n >> 8) as u32),
+            _ if (n >> 8).is_multiple_of(64) => {
+                let words = self.up.bytes() as u64 / 8;
+                self.up.store_u64(
+                    (self.numbers.next() % words) as u32 * 8,
+                    self.numbers.next(),
+                );
             }
-            _ => thread::yield_now(),
+            _ => self
+                .up
+                .store_u64((0x2000 + (n >> 8) % 8192 * 8) as u32, self.numbers.next()),
         }
     }
-}
-
-fn serve_scribbler(
-    daemon: &mut DaemonSession,
-    taken: &mut u64,
-    until: Instant,
-) -> Option<Violation> {
-    let mut turn = || -> Result<(), Violation> {
-        while let Some(submission) = daemon.submissions.next()? {
-            *taken += 1;
-            if let Submission::Submit {
-                request_id,
-                payload,
-            } = submission
-                && GenerateRequest::decode(&payload).is_err()
-            {
-                let _ = daemon
-                    .completions
-                    .push(CompletionSlot::error(request_id, Reject::Malformed));
-            }
-        }
-        daemon.completions.free()?;
-        publish(daemon);
-        daemon.submissions.arm_wake().map(drop)
-    };
-    while Instant::now() < until {
-        if let Err(violation) = turn() {
-            return Some(violation);
-        }
-    }
-    None
 }
