@@ -97,7 +97,12 @@ pub(crate) enum NotBegun {
 impl Session {
     /// Takes a mapped session over and starts its reading thread.
     pub(crate) fn start(ends: ClientSession) -> Result<SessionHandle, Error> {
-        let ClientSession { terms, socket, submissions, completions } = ends;
+        let ClientSession {
+            terms,
+            socket,
+            submissions,
+            completions,
+        } = ends;
         let session = Arc::new(Self {
             pid: std::process::id(),
             requests_max: terms.geometry.requests_in_flight() as usize,
@@ -107,7 +112,9 @@ impl Session {
             requests: Mutex::default(),
         });
         let readers = session.clone();
-        thread::Builder::new().name("llmd-reader".into()).spawn(move || readers.read(completions))?;
+        thread::Builder::new()
+            .name("llmd-reader".into())
+            .spawn(move || readers.read(completions))?;
         Ok(SessionHandle { session })
     }
 
@@ -129,7 +136,10 @@ impl Session {
                 return Err(NotBegun::SessionEnded);
             }
             if requests.open.len() >= self.requests_max {
-                let detail = format!("{} requests are in flight on this session already", self.requests_max);
+                let detail = format!(
+                    "{} requests are in flight on this session already",
+                    self.requests_max
+                );
                 let reject = llmd_protocol::message::Reject::Busy;
                 return Err(NotBegun::Failed(Error::Rejected { reject, detail }));
             }
@@ -173,7 +183,9 @@ impl Session {
         let begun = Instant::now();
         let (mut sent, mut pause) = (0, PAUSE.0);
         loop {
-            sent = submissions.submit(id, payload, sent).map_err(|e| self.broken(e))?;
+            sent = submissions
+                .submit(id, payload, sent)
+                .map_err(|e| self.broken(e))?;
             if sent == payload.len() {
                 return Ok(());
             }
@@ -206,7 +218,9 @@ impl Session {
             if lock(&self.cancels).is_empty() {
                 return;
             }
-            let Ok(mut submissions) = self.submissions.try_lock() else { return };
+            let Ok(mut submissions) = self.submissions.try_lock() else {
+                return;
+            };
             let mut cancels = lock(&self.cancels);
             while let Some(&id) = cancels.front() {
                 match submissions.cancel(id) {
@@ -251,8 +265,17 @@ impl Session {
             return Ok(false);
         }
         self.send_cancels();
-        let timeout = if lock(&self.cancels).is_empty() { None } else { Some(PAUSE.1) };
-        if !self.socket.wait(timeout).map_err(|e| e.to_string())?.hung_up {
+        let timeout = if lock(&self.cancels).is_empty() {
+            None
+        } else {
+            Some(PAUSE.1)
+        };
+        if !self
+            .socket
+            .wait(timeout)
+            .map_err(|e| e.to_string())?
+            .hung_up
+        {
             return Ok(false);
         }
         while self.deliver(completions)? {}
@@ -289,11 +312,17 @@ impl Requests {
         Ok(read)
     }
 
-    fn deliver(&mut self, slot: CompletionSlot, touched: &mut Vec<Arc<Inbox>>) -> Result<(), String> {
+    fn deliver(
+        &mut self,
+        slot: CompletionSlot,
+        touched: &mut Vec<Arc<Inbox>>,
+    ) -> Result<(), String> {
         let completion = slot.decode().map_err(|e| e.to_string())?;
         let id = slot.request_id();
         // The end of a request that timed out while being sent finds nobody.
-        let Some(inbox) = self.open.get(&id) else { return Ok(()) };
+        let Some(inbox) = self.open.get(&id) else {
+            return Ok(());
+        };
         if inbox.put(completion) {
             touched.push(inbox.clone());
         }

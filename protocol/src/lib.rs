@@ -47,7 +47,7 @@
 //! The daemon does the same mirrored, but believes nothing: it maps `up` read-only, copies every word once, and
 //! checks the copy ([`session`]). Neither side can make the other wait or fault.
 //!
-//! What is acknowledged where: every request ends with exactly one terminal completion, DONE or ERROR.
+//! Every request ends with exactly one terminal completion, DONE or ERROR.
 
 #[cfg(not(loom))]
 mod arena;
@@ -65,6 +65,8 @@ pub mod layout;
 pub mod limits;
 #[cfg(all(loom, test))]
 mod loom_models;
+#[cfg(not(loom))]
+mod mapped_ring;
 pub mod message;
 pub mod ring;
 #[cfg(not(loom))]
