@@ -103,7 +103,7 @@ pub struct StepSample {
 /// How one accepted request went.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Finished {
-    /// Why it ended: a word of `llmd_protocol::control::finish_name` or `reject_name`.
+    /// Why it ended: a word of the protocol's `FinishReason::name` or `Reject::name`.
     pub reason: &'static str,
     /// Tokens generated.
     pub output_tokens: u64,
@@ -337,7 +337,7 @@ impl Metrics {
         self.prompt_tokens.inc_by(prompt_tokens as u64);
     }
 
-    /// A request was refused before it was accepted; `reason` is a word of `llmd_protocol::control::reject_name`.
+    /// A request was refused before it was accepted; `reason` is a word of the protocol's `Reject::name`.
     pub fn rejected(&self, reason: &'static str) {
         let index = REJECTED.iter().position(|r| *r == reason).unwrap_or(REJECTED.len() - 1);
         self.rejected[index].fetch_add(1, Ordering::Relaxed);

@@ -20,7 +20,6 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::message::{FinishReason, Reject};
 use bincode::Options;
 
 /// Version of the requests and answers in this file.
@@ -233,34 +232,6 @@ pub struct ClientStatus {
     pub connected_s: f64,
     /// Tokens sent to it.
     pub tokens_out: u64,
-}
-
-/// The word for a finish reason in metrics, in the step log and in JSON.
-pub fn finish_name(reason: FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::StopString => "stop_string",
-        FinishReason::Length => "length",
-        FinishReason::Cancelled => "cancelled",
-    }
-}
-
-/// The word for a reject in metrics, in logs and in JSON.
-pub fn reject_name(reject: Reject) -> &'static str {
-    match reject {
-        Reject::Malformed => "malformed",
-        Reject::InvalidParameter => "invalid_parameter",
-        Reject::TokenOutOfVocabulary => "token_out_of_vocabulary",
-        Reject::NeverFits => "never_fits",
-        Reject::EmptyPrompt => "empty_prompt",
-        Reject::Busy => "busy",
-        Reject::Draining => "draining",
-        Reject::DuplicateRequest => "duplicate_request",
-        Reject::ChatTemplate => "chat_template",
-        Reject::SlowReader => "slow_reader",
-        Reject::KvExhausted => "kv_exhausted",
-        Reject::Internal => "internal",
-    }
 }
 
 /// What went wrong with a frame or a conversation.

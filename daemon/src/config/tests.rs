@@ -81,6 +81,16 @@ fn every_bound_is_checked_and_named() {
     }
 }
 
+/// This room may not use the protocol, so its bounds are written again; here they are compared.
+#[test]
+fn bounds_are_those_of_the_protocol() {
+    use llmd_protocol::{control, limits};
+    assert_eq!(*SESSIONS.end(), limits::SESSIONS_MAX as u64);
+    assert_eq!(*SESSIONS_PER_UID.end(), limits::SESSIONS_PER_UID_MAX as u64);
+    assert_eq!(*REQUESTS_PER_SESSION.end(), u64::from(limits::REQUESTS_IN_FLIGHT));
+    assert!(limits::SESSIONS_MAX <= control::CLIENTS_LISTED_MAX);
+}
+
 #[test]
 fn keys_that_contradict_each_other_are_refused() {
     assert!(with("kv_blocks = 8\nkv_memory = \"2GiB\"").unwrap_err().contains("not both"));

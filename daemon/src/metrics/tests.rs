@@ -124,28 +124,13 @@ fn ready_follows_the_state() {
 
 #[test]
 fn every_word_of_the_protocol_is_a_label_of_its_own() {
-    use llmd_protocol::control::{finish_name, reject_name};
     use llmd_protocol::message::{FinishReason, Reject};
-    let rejects = [
-        Reject::Malformed,
-        Reject::InvalidParameter,
-        Reject::TokenOutOfVocabulary,
-        Reject::NeverFits,
-        Reject::EmptyPrompt,
-        Reject::Busy,
-        Reject::Draining,
-        Reject::DuplicateRequest,
-        Reject::ChatTemplate,
-        Reject::SlowReader,
-        Reject::KvExhausted,
-        Reject::Internal,
-    ];
     let metrics = Metrics::new(16);
-    rejects.iter().for_each(|r| metrics.rejected(reject_name(*r)));
+    Reject::ALL.iter().for_each(|r| metrics.rejected(r.name()));
     metrics.rejected("something new");
     assert_eq!(metrics.totals().rejected, REJECTED.map(|reason| (reason, 1)));
     for reason in [FinishReason::Stop, FinishReason::StopString, FinishReason::Length, FinishReason::Cancelled] {
-        metrics.finished(finished(finish_name(reason)));
+        metrics.finished(finished(reason.name()));
     }
     assert!(metrics.totals().ended.iter().all(|(reason, n)| *reason != "other" && *n == 1));
 }
