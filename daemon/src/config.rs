@@ -19,6 +19,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser};
 use serde::Deserialize;
 use settings::{ACTIVATIONS, BOOLS, ISAS, KV_TYPES, LEVELS, SCHEDULERS};
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt;
 use std::io::Read as _;
 use std::ops::RangeInclusive;
@@ -254,7 +255,7 @@ pub enum ConfigError {
 }
 
 /// Gathers command line, environment and file. The error of `--help` and `--version` is one too, with exit code 0.
-pub fn told(arguments: impl IntoIterator<Item = String>) -> Result<Told, ConfigError> {
+pub fn told(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Told, ConfigError> {
     let matches = CommandLine::command().try_get_matches_from(arguments)?;
     let line = CommandLine::from_arg_matches(&matches)?;
     let (file, file_origin) = match &line.config {

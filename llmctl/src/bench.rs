@@ -80,6 +80,7 @@ pub fn run(common: &Common, arguments: &Arguments) -> Result<(), Failure> {
     let report = Report::of(&outcomes, duration);
     let load = match arguments.rate {
         Some(rate) => format!("{rate} requests/s"),
+        None if arguments.concurrency == 1 => "1 client".to_owned(),
         None => format!("{} clients", arguments.concurrency),
     };
     let mut out = std::io::stdout().lock();
