@@ -88,7 +88,7 @@ fn bounds_are_those_of_the_protocol() {
     assert_eq!(*SESSIONS.end(), limits::SESSIONS_MAX as u64);
     assert_eq!(*SESSIONS_PER_UID.end(), limits::SESSIONS_PER_UID_MAX as u64);
     assert_eq!(*REQUESTS_PER_SESSION.end(), u64::from(limits::REQUESTS_IN_FLIGHT));
-    assert!(limits::SESSIONS_MAX <= control::CLIENTS_LISTED_MAX);
+    const { assert!(limits::SESSIONS_MAX <= control::CLIENTS_LISTED_MAX) };
 }
 
 #[test]
