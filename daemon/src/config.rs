@@ -159,6 +159,9 @@ struct CommandLine {
     /// Print the settings that would hold, as a configuration file, and exit
     #[arg(long)]
     print_config: bool,
+    /// Drain and end when standard input is closed: the daemon then outlives no parent that holds the other end
+    #[arg(long)]
+    stop_on_stdin_eof: bool,
     #[command(flatten)]
     keys: Config,
 }
@@ -172,6 +175,8 @@ pub struct Told {
     pub origins: Origins,
     /// Print the settings and exit.
     pub print_config: bool,
+    /// Drain and end when standard input is closed.
+    pub stop_on_stdin_eof: bool,
 }
 
 /// For each written key, where: "--threads", "LLMD_THREADS" or the file's path.
@@ -262,7 +267,12 @@ pub fn told(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) ->
         None => (Config::default(), String::new()),
         Some(path) => (read_file(path)?, path.display().to_string()),
     };
-    let mut told = Told { config: line.keys, origins: Origins::new(), print_config: line.print_config };
+    let mut told = Told {
+        config: line.keys,
+        origins: Origins::new(),
+        print_config: line.print_config,
+        stop_on_stdin_eof: line.stop_on_stdin_eof,
+    };
     let from_file = file.written();
     for ((key, value), (_, in_file)) in told.config.written_mut().into_iter().zip(from_file) {
         match origin_on_line(&matches, key) {

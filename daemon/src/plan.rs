@@ -11,7 +11,8 @@ pub struct PlanEntry {
     pub start: u32,
     /// How many tokens are computed; at least one.
     pub tokens: u32,
-    /// Whether the last of them is the sequence's last known token, so that the next one is sampled from it.
+    /// Whether the last of them is the sequence's last known token, so that the next one is sampled from it (never, for a
+    /// sequence that asked for no tokens).
     pub samples: bool,
 }
 
@@ -26,7 +27,9 @@ pub struct StepPlan {
     pub preempted: Vec<SequenceId>,
     /// Sequences taken from the queue while this plan was made.
     pub admitted: Vec<SequenceId>,
-    /// Rows computed for members that have already ended (static scheduling only; always 0 when continuous).
+    /// Rows computed for members that have already ended (static scheduling only, and only in steps that decode; always 0
+    /// when continuous). They count towards the step's tokens, and write into `Scheduler::scratch_block`, which is
+    /// nobody's; see `ForwardBatch::fill`.
     pub padding_rows: u32,
 }
 
@@ -34,5 +37,15 @@ impl StepPlan {
     /// Tokens this step computes.
     pub fn tokens(&self) -> usize {
         self.entries.iter().map(|e| e.tokens as usize).sum()
+    }
+
+    /// Whether there is nothing to compute.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Entries whose next token is sampled, in the order in which `Scheduler::commit` wants the tokens.
+    pub fn sampling(&self) -> impl Iterator<Item = SequenceId> {
+        self.entries.iter().filter(|e| e.samples).map(|e| e.sequence)
     }
 }

@@ -1,5 +1,9 @@
 //! The element types of weights as GGUF files store them, and their block arithmetic.
 
+mod dequantize;
+
+pub use dequantize::{BLOCK, Block, bf16_to_f32, block, dequantize_row, dequantize_row_inline, f16_to_f32};
+
 /// How a weight's elements are stored. Names and block layouts are ggml's (`ggml-common.h`, public documentation of GGUF).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types, missing_docs, reason = "the field's own names")]

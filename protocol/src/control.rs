@@ -20,6 +20,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::message::{FinishReason, Reject};
 use bincode::Options;
 
 /// Version of the requests and answers in this file.
@@ -232,6 +233,16 @@ pub struct ClientStatus {
     pub connected_s: f64,
     /// Tokens sent to it.
     pub tokens_out: u64,
+}
+
+/// [`FinishReason::name`] as a function.
+pub fn finish_name(reason: FinishReason) -> &'static str {
+    reason.name()
+}
+
+/// [`Reject::name`] as a function.
+pub fn reject_name(reject: Reject) -> &'static str {
+    reject.name()
 }
 
 /// What went wrong with a frame or a conversation.

@@ -52,12 +52,14 @@
 #[cfg(not(loom))]
 mod arena;
 pub mod completion;
+#[cfg(not(loom))]
 pub mod control;
 #[cfg(not(loom))]
 pub mod doorbell;
 pub mod encoding;
 #[cfg(not(loom))]
 pub mod handshake;
+#[cfg(not(loom))]
 pub mod inherited;
 pub mod layout;
 pub mod limits;

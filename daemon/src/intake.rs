@@ -1,0 +1,220 @@
+//! From what a client wrote to what the engine computes: decode, check, template, tokenize.
+//!
+//! This runs on worker threads, never on the engine's: a megabyte of text takes milliseconds to tokenize. The payload is
+//! the private copy that the sessions thread took out of shared memory once; nothing here looks at shared memory.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use llmd_protocol::message::{GenerateRequest, Prompt, Reject};
+
+use crate::engine::Event;
+use crate::sequence::{NewSequence, Sampling};
+use crate::sessions::{SessionKey, SessionShared};
+use crate::text::tokenizer::Tokenizer;
+use crate::text::chat_template::ChatTemplate;
+
+/// Requests that may wait for a worker; the next one is answered `Busy`.
+pub const QUEUE_MAX: usize = 1024;
+
+/// A request as the sessions thread took it from the ring.
+pub struct Job {
+    /// Whose.
+    pub session: Arc<SessionShared>,
+    /// The client's number for it.
+    pub request: u32,
+    /// The encoded `GenerateRequest`.
+    pub payload: Vec<u8>,
+    /// When it was taken from the ring.
+    pub received: Instant,
+    /// Set when the client cancels before the engine has the request.
+    pub cancelled: Arc<AtomicBool>,
+}
+
+/// A request that passed every check that needs no scheduler.
+pub struct Submission {
+    /// Whose.
+    pub session: SessionKey,
+    /// The client's number for it.
+    pub request: u32,
+    /// When it was taken from the ring.
+    pub received: Instant,
+    /// Set when the client has cancelled it meanwhile.
+    pub cancelled: Arc<AtomicBool>,
+    /// What the scheduler gets.
+    pub sequence: NewSequence,
+    /// Strings that end it.
+    pub stop: Vec<String>,
+}
+
+/// A refusal with a sentence that says what is wrong.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The kind, which programs act on.
+    pub reject: Reject,
+    /// For people.
+    pub detail: String,
+}
+
+impl Refusal {
+    fn new(reject: Reject, detail: impl Into<String>) -> Self {
+        Self { reject, detail: detail.into() }
+    }
+}
+
+/// What the checks need to know.
+pub struct Intake {
+    /// The model's tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The model's chat template, if it has a usable one.
+    pub chat_template: Option<ChatTemplate>,
+    /// Positions a sequence may have.
+    pub context_max: usize,
+    /// Keys the root of each user's prefix cache; random for each start of the daemon.
+    pub salt: std::hash::RandomState,
+}
+
+impl Intake {
+    /// Checks a request and turns it into a sequence.
+    pub fn admit(&self, payload: &[u8], uid: u32) -> Result<(NewSequence, Vec<String>), Refusal> {
+        let request = GenerateRequest::decode(payload).map_err(|e| Refusal::new(Reject::Malformed, e.to_string()))?;
+        request.validate().map_err(|e| Refusal::new(Reject::InvalidParameter, e.to_string()))?;
+        let prompt = self.prompt(request.prompt)?;
+        if prompt.len() > self.context_max {
+            return Err(Refusal::new(
+                Reject::NeverFits,
+                format!("the prompt has {} tokens, the context holds {}", prompt.len(), self.context_max),
+            ));
+        }
+        let vocabulary = self.tokenizer.vocab_size() as u32;
+        let params = request.sampling;
+        let mut stop_token_ids = params.stop_token_ids;
+        if let Some(&id) = stop_token_ids.iter().find(|&&id| id >= vocabulary) {
+            return Err(Refusal::new(
+                Reject::TokenOutOfVocabulary,
+                format!("stop_token_ids has {id}, the vocabulary has {vocabulary} tokens"),
+            ));
+        }
+        if !params.ignore_eos {
+            stop_token_ids.extend_from_slice(self.tokenizer.eos_ids());
+        }
+        stop_token_ids.sort_unstable();
+        stop_token_ids.dedup();
+        let sampling = Sampling {
+            temperature: params.temperature,
+            top_k: params.top_k,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            repetition_penalty: params.repetition_penalty,
+            presence_penalty: params.presence_penalty,
+            frequency_penalty: params.frequency_penalty,
+            seed: params.seed.unwrap_or_else(random_seed),
+            max_tokens: params.max_tokens,
+            min_tokens: params.min_tokens,
+            stop_token_ids,
+        };
+        Ok((NewSequence { prompt, sampling, cache_salt: self.cache_salt(uid) }, params.stop))
+    }
+
+    fn prompt(&self, prompt: Prompt) -> Result<Vec<u32>, Refusal> {
+        let ids = match prompt {
+            Prompt::Tokens(ids) => {
+                let vocabulary = self.tokenizer.vocab_size() as u32;
+                if let Some(&id) = ids.iter().find(|&&id| id >= vocabulary) {
+                    return Err(Refusal::new(
+                        Reject::TokenOutOfVocabulary,
+                        format!("the prompt has token {id}, the vocabulary has {vocabulary} tokens"),
+                    ));
+                }
+                ids
+            }
+            Prompt::Text(text) => self.tokenizer.encode(&text, true),
+            Prompt::Chat(messages) => {
+                let template = self
+                    .chat_template
+                    .as_ref()
+                    .ok_or_else(|| Refusal::new(Reject::ChatTemplate, "the model has no usable chat template"))?;
+                let messages: Vec<(&str, &str)> =
+                    messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
+                template
+                    .encode(&self.tokenizer, &messages)
+                    .map_err(|e| Refusal::new(Reject::ChatTemplate, e.to_string()))?
+            }
+        };
+        if !ids.is_empty() {
+            return Ok(ids);
+        }
+        // Nothing to read from: BOS alone is the empty text's beginning, where the model has one.
+        self.tokenizer
+            .bos()
+            .map(|bos| vec![bos])
+            .ok_or_else(|| Refusal::new(Reject::EmptyPrompt, "the prompt has no tokens and the model has no BOS"))
+    }
+
+    /// Keyed by a secret of this process, so that nobody can choose a salt that meets another user's.
+    fn cache_salt(&self, uid: u32) -> u64 {
+        use std::hash::BuildHasher;
+        self.salt.hash_one(uid)
+    }
+}
+
+fn random_seed() -> u64 {
+    use std::hash::BuildHasher;
+    // RandomState's keys come from the system's random numbers and differ from call to call.
+    std::hash::RandomState::new().hash_one(0u8)
+}
+
+/// Starts `threads` workers that share the queue behind `jobs`. They end when every sender of jobs is dropped.
+pub fn spawn_workers(
+    threads: usize,
+    intake: &Arc<Intake>,
+    jobs: mpsc::Receiver<Job>,
+    events: &mpsc::SyncSender<Event>,
+) -> std::io::Result<Vec<JoinHandle<()>>> {
+    let jobs = Arc::new(std::sync::Mutex::new(jobs));
+    (0..threads)
+        .map(|n| {
+            let (intake, jobs, events) = (Arc::clone(intake), Arc::clone(&jobs), events.clone());
+            std::thread::Builder::new().name(format!("llmd-intake-{n}")).spawn(move || {
+                loop {
+                    let job = match jobs.lock() {
+                        Ok(receiver) => receiver.recv(),
+                        Err(_) => return,
+                    };
+                    let Ok(job) = job else { return };
+                    // The engine outlives the workers; when it is gone there is nobody to answer.
+                    if events.send(work(&intake, job)).is_err() {
+                        return;
+                    }
+                }
+            })
+        })
+        .collect()
+}
+
+fn work(intake: &Intake, job: Job) -> Event {
+    let Job { session, request, payload, received, cancelled } = job;
+    if cancelled.load(Ordering::Relaxed) {
+        return Event::CancelledEarly { session: session.key, request };
+    }
+    // A defect in a tokenizer or a template is one request's failure, not the daemon's.
+    let admitted = catch_unwind(AssertUnwindSafe(|| intake.admit(&payload, session.peer.uid))).unwrap_or_else(|_| {
+        log::error!("session {}: the intake of a request panicked; the request is refused", session.key);
+        Err(Refusal::new(Reject::Internal, "the request could not be read; the daemon's log has the details"))
+    });
+    match admitted {
+        Ok((sequence, stop)) => Event::Submit(Box::new(Submission {
+            session: session.key,
+            request,
+            received,
+            cancelled,
+            sequence,
+            stop,
+        })),
+        Err(refusal) => Event::Refuse { session: session.key, request, refusal },
+    }
+}

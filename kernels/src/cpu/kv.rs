@@ -1,0 +1,229 @@
+//! Key-value memory in pages of 16 tokens.
+//!
+//! A page holds one head of one block in one layer. Keys: (head_dim / 2, 16 tokens, 2 dimensions); values: (8, head_dim
+//! padded to 16, 2 tokens) in bfloat16. In f32 the innermost pair is not interleaved: (head_dim / 2, 2, 16) and (8, 2,
+//! padded head_dim). So 16 scores, or 16 dimensions of the output, form in one register, and both kinds of pages are read
+//! the same way: row pairs of some width. Pages lie as (layers, blocks, heads, keys then values).
+
+use super::region::Region;
+use super::simd::Simd;
+use super::{CpuError, KvType};
+
+/// Tokens of a page.
+pub const PAGE_TOKENS: usize = 16;
+
+/// Layers, heads and elements of a head: far above any model's, and low enough that no product of sizes overflows.
+const DIMENSION_MAX: usize = 1 << 14;
+/// Blocks: slots (block * `PAGE_TOKENS` + offset) are 32-bit.
+const BLOCKS_MAX: usize = 1 << 28;
+const _: () = assert!(BLOCKS_MAX * PAGE_TOKENS <= 1 << 32);
+
+/// Shape of the key-value memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvShape {
+    /// Layers of the model.
+    pub layers: usize,
+    /// Key-value heads.
+    pub kv_heads: usize,
+    /// Elements of a head; even.
+    pub head_dim: usize,
+    /// Blocks of `PAGE_TOKENS` positions.
+    pub blocks: usize,
+}
+
+/// Storage of one number in a page.
+///
+/// # Safety
+/// Pointers must be good for what is read or written, as each function says.
+pub(crate) trait KvElement: Copy + 'static {
+    /// The page row pair `pair` of width `width`: `LANES` elements from `offset` on of rows 2 * pair and 2 * pair + 1.
+    unsafe fn load_pair<S: Simd>(page: *const Self, pair: usize, width: usize, offset: usize) -> (S::F, S::F);
+    /// Where the element `offset` of row `row` lies in a page of rows of `width`.
+    fn index(row: usize, width: usize, offset: usize) -> usize;
+    /// `x` in this type, rounded to nearest even.
+    fn from_f32(x: f32) -> Self;
+}
+
+/// bfloat16.
+impl KvElement for u16 {
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(page: *const u16, pair: usize, width: usize, offset: usize) -> (S::F, S::F) {
+        // SAFETY: the pair's 2 * width elements are inside the page, and offset + LANES <= width.
+        unsafe { S::load_bf16_pairs(page.add((pair * width + offset) * 2)) }
+    }
+    #[inline(always)]
+    fn index(row: usize, width: usize, offset: usize) -> usize {
+        (row / 2 * width + offset) * 2 + row % 2
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> u16 {
+        let bits = x.to_bits();
+        let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
+        // Rounding could carry a NaN's payload into infinity or round it off.
+        if x.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
+    }
+}
+
+impl KvElement for f32 {
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(page: *const f32, pair: usize, width: usize, offset: usize) -> (S::F, S::F) {
+        // SAFETY: as above.
+        unsafe {
+            let even = page.add(pair * 2 * width + offset);
+            (S::load(even), S::load(even.add(width)))
+        }
+    }
+    #[inline(always)]
+    fn index(row: usize, width: usize, offset: usize) -> usize {
+        row * width + offset
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> f32 {
+        x
+    }
+}
+
+/// The pages.
+pub(crate) struct KvCache {
+    data: Region<u8>,
+    pub(crate) shape: KvShape,
+    pub(crate) ty: KvType,
+}
+
+/// Elements of a value row: the head padded to whole vectors.
+pub(crate) fn value_width(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(16)
+}
+
+impl KvShape {
+    fn key_page_bytes(&self, ty: KvType) -> usize {
+        // A page's start stays a multiple of 64 bytes: head_dim is even, so this is a multiple of 64 in either type.
+        self.head_dim * PAGE_TOKENS * ty.bytes()
+    }
+
+    fn value_page_bytes(&self, ty: KvType) -> usize {
+        value_width(self.head_dim) * PAGE_TOKENS * ty.bytes()
+    }
+
+    /// Bytes of one block over all layers, keys and values.
+    pub fn block_bytes(&self, ty: KvType) -> usize {
+        self.layers.saturating_mul(self.layer_block_bytes(ty))
+    }
+
+    fn layer_block_bytes(&self, ty: KvType) -> usize {
+        self.kv_heads.saturating_mul(self.key_page_bytes(ty) + self.value_page_bytes(ty))
+    }
+}
+
+/// Raw pages of one layer, for kernels.
+#[derive(Clone, Copy)]
+pub(crate) struct Pages {
+    layer: *mut u8,
+    block_bytes: usize,
+    head_bytes: usize,
+    key_bytes: usize,
+    blocks: usize,
+}
+
+// SAFETY: a pointer and sizes; whoever dereferences it answers for the accesses being disjoint.
+unsafe impl Send for Pages {}
+// SAFETY: as above.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    /// Key and value page of `head` in `block`.
+    ///
+    /// # Panics
+    /// When there is no such block.
+    ///
+    /// # Safety
+    /// `head` is one of the cache's, E its element type.
+    #[inline(always)]
+    pub(crate) unsafe fn of<E: KvElement>(self, block: u32, head: usize) -> (*mut E, *mut E) {
+        assert!((block as usize) < self.blocks, "block {block} of {}", self.blocks);
+        // SAFETY: the block was checked, the head by contract; so both pages are inside the layer.
+        unsafe {
+            let key = self.layer.add(block as usize * self.block_bytes + head * self.head_bytes);
+            (key.cast(), key.add(self.key_bytes).cast())
+        }
+    }
+}
+
+impl KvCache {
+    pub(crate) fn new(shape: KvShape, ty: KvType) -> Result<Self, CpuError> {
+        let dimensions = [shape.layers, shape.kv_heads, shape.head_dim];
+        let is_usual = dimensions.iter().all(|n| (1..=DIMENSION_MAX).contains(n)) && shape.head_dim.is_multiple_of(2);
+        if !is_usual || shape.blocks > BLOCKS_MAX {
+            let limits = format!("layers, heads and elements of a head are 1 to {DIMENSION_MAX}, the last even");
+            return Err(CpuError::Unsupported { reason: format!("{shape:?}: {limits}; blocks at most {BLOCKS_MAX}") });
+        }
+        let out_of_memory = CpuError::OutOfMemory { what: "key-value cache", bytes: usize::MAX };
+        let bytes = shape.block_bytes(ty).checked_mul(shape.blocks).ok_or(out_of_memory)?;
+        Ok(Self { data: Region::new("key-value cache", bytes)?, shape, ty })
+    }
+
+    /// # Panics
+    /// When there is no such layer.
+    pub(crate) fn layer(&self, layer: usize) -> Pages {
+        assert!(layer < self.shape.layers, "layer {layer} of {}", self.shape.layers);
+        let block_bytes = self.shape.layer_block_bytes(self.ty);
+        Pages {
+            // SAFETY: the layer was checked, so its first byte is inside (or at the end of an empty cache).
+            layer: unsafe { self.data.as_ptr().add(layer * self.shape.blocks * block_bytes) },
+            block_bytes,
+            head_bytes: block_bytes / self.shape.kv_heads,
+            key_bytes: self.shape.key_page_bytes(self.ty),
+            blocks: self.shape.blocks,
+        }
+    }
+
+    /// Copies all layers of block `from` to block `to`.
+    pub(crate) fn copy_block(&mut self, from: u32, to: u32) {
+        let (from, to, blocks) = (from as usize, to as usize, self.shape.blocks);
+        assert!(from < blocks && to < blocks, "blocks {from} and {to} of {blocks}");
+        let bytes = self.shape.layer_block_bytes(self.ty);
+        for layer in 0..self.shape.layers {
+            let at = |block: usize| (layer * blocks + block) * bytes;
+            self.data.copy_within(at(from)..at(from) + bytes, at(to));
+        }
+    }
+}
+
+/// Writes one token's keys and values, (kv_heads * head_dim) each, into `slot`.
+///
+/// # Safety
+/// The pages are of type E with these heads, `k` and `v` have the elements, and nobody else touches the slot's block.
+pub(crate) unsafe fn write_token<E: KvElement>(
+    pages: Pages,
+    slot: u32,
+    heads: usize,
+    head_dim: usize,
+    k: *const f32,
+    v: *const f32,
+) {
+    let (block, token) = (slot / PAGE_TOKENS as u32, slot as usize % PAGE_TOKENS);
+    let width = value_width(head_dim);
+    for head in 0..heads {
+        // SAFETY: the contract; token < 16 and d < head_dim are inside the pages by their layout.
+        unsafe {
+            let (keys, values) = pages.of::<E>(block, head);
+            for d in 0..head_dim {
+                *keys.add(E::index(d, PAGE_TOKENS, token)) = E::from_f32(*k.add(head * head_dim + d));
+                *values.add(E::index(token, width, d)) = E::from_f32(*v.add(head * head_dim + d));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bfloat16_rounds_to_nearest_even() {
+        for x in [0.0, -0.0, 1.0, 1.003_906_2, 1.011_718_8, -3.017_578_1, 1e-40, f32::MAX, f32::INFINITY, f32::NAN] {
+            let want = half::bf16::from_f32(x);
+            assert_eq!(<u16 as KvElement>::from_f32(x), want.to_bits(), "{x}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Matrix products: what both kinds of kernels share, and how their work is cut.
+//!
+//! Quantised matrices meet activations quantised to 8 bits per block of 32 (integer dots, `gemm_*.rs`); matrices in F16,
+//! BF16 or F32, and every matrix when activations stay f32, go through `gemm_f32.rs`. The choice hangs on the weight
+//! alone, never on the number of rows.
+
+use super::buffer::{Buffer, Rows};
+use super::isa::{Selected, for_each_isa};
+use super::panel::{PANEL_ROWS, for_format};
+use super::pool::{Pool, split};
+use super::region::Region;
+use super::simd::Simd;
+use super::weight::{Operand, Panels, Weight};
+use super::{CpuError, PARALLEL_ELEMENTS_MIN, gemm_f32, gemm_portable};
+#[cfg(target_arch = "x86_64")]
+use super::{Isa, gemm_avx2, gemm_avx512};
+use crate::quant::BLOCK;
+use std::ops::Range;
+
+/// Activation rows that a panel is used for before the next is read: as many as stay in the second-level cache.
+pub(crate) const ROWS_PER_BLOCK: usize = 64;
+
+/// One result of [`super::CpuDevice::linear`].
+pub struct Output<'a> {
+    /// (output features, input features).
+    pub weight: &'a Weight,
+    /// (output features), or none.
+    pub bias: Option<&'a Weight>,
+    /// (rows, output features).
+    pub out: &'a mut Buffer,
+}
+
+/// Memory for quantised activations, of at most `len` elements.
+pub(crate) struct ActivationScratch {
+    q: Region<i8>,
+    scale: Region<f32>,
+    sum: Region<f32>,
+    offset: Region<i32>,
+}
+
+/// Activations quantised per block of 32, as kernels see them: x = scale * q.
+#[derive(Clone, Copy)]
+pub(crate) struct Quantized {
+    /// (rows, blocks, 32).
+    pub(crate) q: *mut i8,
+    /// (rows, blocks).
+    pub(crate) scale: *mut f32,
+    /// scale * sum(q), (rows, blocks): what a minimum is multiplied by.
+    pub(crate) sum: *mut f32,
+    /// -128 * sum(q) over the first and the second half of a block, (rows, blocks, 2): takes the bias of 128 out.
+    pub(crate) offset: *mut i32,
+    /// Blocks of a row.
+    pub(crate) blocks: usize,
+}
+
+// SAFETY: pointers into the scratch of the device; whoever dereferences them answers for the accesses being disjoint.
+unsafe impl Send for Quantized {}
+// SAFETY: as above.
+unsafe impl Sync for Quantized {}
+
+impl ActivationScratch {
+    pub(crate) fn new(len: usize) -> Result<Self, CpuError> {
+        let what = "quantised activations";
+        let blocks = len / BLOCK;
+        Ok(Self {
+            q: Region::new(what, len)?,
+            scale: Region::new(what, blocks)?,
+            sum: Region::new(what, blocks)?,
+            offset: Region::new(what, blocks * 2)?,
+        })
+    }
+
+    /// The most elements, padding included.
+    pub(crate) fn len(&self) -> usize {
+        self.q.len()
+    }
+
+    fn view(&mut self, blocks: usize) -> Quantized {
+        Quantized {
+            q: self.q.as_ptr(),
+            scale: self.scale.as_ptr(),
+            sum: self.sum.as_ptr(),
+            offset: self.offset.as_ptr(),
+            blocks,
+        }
+    }
+}
+
+for_each_isa! {
+    /// Quantises `rows` of `x` into the same rows of `to`.
+    ///
+    /// # Safety
+    /// Both have the rows, of the same width; nobody else touches those of `to`.
+    unsafe fn quantize_rows = quantize_body(x: Rows, rows: Range<usize>, to: Quantized)
+}
+
+#[inline(always)]
+unsafe fn quantize_body<S: Simd>(x: Rows, rows: Range<usize>, to: Quantized) {
+    for row in rows {
+        for block in 0..to.blocks {
+            let at = row * to.blocks + block;
+            // SAFETY: row and block are inside both, by the contract.
+            unsafe {
+                let (scale, sums) = S::quantize_block(x.row(row).add(block * BLOCK), to.q.add(at * BLOCK));
+                *to.scale.add(at) = scale;
+                *to.sum.add(at) = scale * (sums[0] + sums[1]) as f32;
+                *to.offset.add(at * 2) = -128 * sums[0];
+                *to.offset.add(at * 2 + 1) = -128 * sums[1];
+            }
+        }
+    }
+}
+
+/// The work of one output, as all threads see it.
+struct Task<'a> {
+    operand: Operand<'a>,
+    bias: Option<&'a [f32]>,
+    out: Rows,
+    panels: usize,
+}
+
+/// Computes all outputs; see [`super::CpuDevice::linear`], which has checked the shapes.
+pub(crate) fn linear<'a>(
+    isa: Selected,
+    pool: &mut Pool,
+    activations: &mut ActivationScratch,
+    scratch: &ScratchPerThread,
+    x: &Buffer,
+    rows: usize,
+    outputs: impl Iterator<Item = Output<'a>>,
+) {
+    let blocks = x.stride() / BLOCK;
+    let quantized = activations.view(blocks);
+    let mut is_quantized = false;
+    let (x, threads) = (x.pointer(), pool.threads());
+    for output in outputs {
+        let operand = output.weight.operand();
+        if matches!(operand, Operand::Panels(_)) && !is_quantized {
+            let quantize = |rows: Range<usize>| {
+                // SAFETY: the caller has checked that x has the rows and that they fit the scratch; ranges are disjoint.
+                unsafe { quantize_rows(isa, x, rows, quantized) }
+            };
+            if rows * x.stride >= PARALLEL_ELEMENTS_MIN {
+                pool.run(&|index| quantize(split(rows, index, threads)));
+            } else {
+                quantize(0..rows);
+            }
+            is_quantized = true;
+        }
+        let task = Task {
+            operand,
+            bias: output.bias.map(|bias| bias.vector().expect("a bias is a vector")),
+            out: output.out.pointer(),
+            panels: output.weight.rows().div_ceil(PANEL_ROWS),
+        };
+        pool.run(&|index| {
+            // SAFETY: shapes are checked by the caller; panels of different threads are different columns; the scratch is
+            // of this thread; the output buffer is borrowed exclusively by `output`.
+            unsafe { task.run(isa, x, quantized, rows, split(task.panels, index, threads), scratch.of(index)) };
+        });
+    }
+}
+
+impl Task<'_> {
+    /// # Safety
+    /// `x`, `quantized` (if the operand needs it) and `out` have the rows and columns, and nobody else touches the output
+    /// columns of `panels` or `scratch`.
+    unsafe fn run(
+        &self,
+        isa: Selected,
+        x: Rows,
+        quantized: Quantized,
+        rows: usize,
+        panels: Range<usize>,
+        scratch: *mut f32,
+    ) {
+        let row_blocks = rows.div_ceil(ROWS_PER_BLOCK);
+        for row_block in 0..row_blocks {
+            let rows = split(rows, row_block, row_blocks);
+            for panel in panels.clone() {
+                // SAFETY: the contract of this function, cut into blocks of rows and single panels.
+                unsafe {
+                    match self.operand {
+                        Operand::Panels(p) => integer_product(isa, p, panel, quantized, rows.clone(), self.out),
+                        Operand::Rows(w) => gemm_f32::panel_product(isa, w, panel, x, rows.clone(), self.out, scratch),
+                    }
+                    if let Some(bias) = self.bias {
+                        let bias = &bias[panel * PANEL_ROWS..][..PANEL_ROWS];
+                        for row in rows.clone() {
+                            let out = self.out.row(row).add(panel * PANEL_ROWS);
+                            for (i, bias) in bias.iter().enumerate() {
+                                *out.add(i) += bias;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// That of the `panel_product` functions.
+unsafe fn integer_product(isa: Selected, p: Panels<'_>, panel: usize, x: Quantized, rows: Range<usize>, out: Rows) {
+    let panel_bytes = x.blocks * p.format.block_bytes();
+    let data = &p.data[panel * panel_bytes..][..panel_bytes];
+    let column = panel * PANEL_ROWS;
+    // SAFETY: `isa` proves the instructions; the rest is the caller's contract.
+    unsafe {
+        match isa.isa() {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => {
+                for_format!(p.format, F => gemm_avx512::panel_product::<F>(data, x, rows, out, column))
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => for_format!(p.format, F => gemm_avx2::panel_product::<F>(data, x, rows, out, column)),
+            _ => for_format!(p.format, F => gemm_portable::panel_product::<F>(data, x, rows, out, column)),
+        }
+    }
+}
+
+/// f32 scratch that each thread has a part of.
+pub(crate) struct ScratchPerThread {
+    data: Region<f32>,
+    len: usize,
+}
+
+impl ScratchPerThread {
+    /// `len` elements for each of `threads`.
+    pub(crate) fn new(what: &'static str, threads: usize, len: usize) -> Result<Self, CpuError> {
+        // A line more, so that no two threads write one.
+        let len = len.next_multiple_of(32) + 32;
+        let all = len.checked_mul(threads).ok_or(CpuError::OutOfMemory { what, bytes: usize::MAX })?;
+        Ok(Self { data: Region::new(what, all)?, len })
+    }
+
+    /// Elements of each thread.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The part of thread `index`.
+    pub(crate) fn of(&self, index: usize) -> *mut f32 {
+        assert!((index + 1) * self.len <= self.data.len(), "thread {index}");
+        // SAFETY: just checked to be inside.
+        unsafe { self.data.as_ptr().add(index * self.len) }
+    }
+}
