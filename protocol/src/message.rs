@@ -274,6 +274,16 @@ pub enum Reject {
 }
 
 impl FinishReason {
+    /// The word for it in metrics, logs and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::StopString => "stop_string",
+            Self::Length => "length",
+            Self::Cancelled => "cancelled",
+        }
+    }
+
     /// The number that travels.
     pub fn number(self) -> u8 {
         self as u8
@@ -289,12 +299,7 @@ impl FinishReason {
 
 impl fmt::Display for FinishReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Stop => "stop",
-            Self::StopString => "stop_string",
-            Self::Length => "length",
-            Self::Cancelled => "cancelled",
-        })
+        f.write_str(self.name())
     }
 }
 
