@@ -68,7 +68,7 @@ fn a_doorbell_rings_only_for_who_sleeps() {
     client.submissions.cancel(1).unwrap();
     assert_eq!(doorbells(&daemon.socket), 1);
 
-    let mut publish = |daemon: &mut DaemonSession, count: u32| {
+    let publish = |daemon: &mut DaemonSession, count: u32| {
         for i in 0..count {
             daemon.completions.push(crate::completion::CompletionSlot::accepted(i, 0)).unwrap();
         }
