@@ -49,13 +49,26 @@
 //!
 //! What is acknowledged where: every request ends with exactly one terminal completion, DONE or ERROR.
 
-#[cfg(all(loom, test))]
 #[cfg(not(loom))]
 mod arena;
-mod loom_models;
 pub mod completion;
+#[cfg(not(loom))]
+pub mod control;
+#[cfg(not(loom))]
 pub mod doorbell;
 pub mod encoding;
+#[cfg(not(loom))]
 pub mod handshake;
+#[cfg(not(loom))]
+pub mod inherited;
 pub mod layout;
 pub mod limits;
+#[cfg(all(loom, test))]
+mod loom_models;
+pub mod message;
+pub mod ring;
+#[cfg(not(loom))]
+pub mod segment;
+#[cfg(not(loom))]
+pub mod session;
+pub mod sync;
