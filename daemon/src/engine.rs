@@ -111,6 +111,7 @@ pub enum Outcome {
 impl Engine {
     /// Serves until told to drain. An error is the device's and ends the process.
     pub fn run(self, events: &Receiver<Event>) -> Result<Outcome, BackendError> {
+        self.runner.bind_caller();
         let mut turn = Turn {
             engine: self,
             batch: ForwardBatch::default(),

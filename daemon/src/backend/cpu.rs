@@ -23,12 +23,6 @@ impl CpuBackend {
         let device = CpuDevice::new(options).map_err(|error| device_error("", error))?;
         Ok(Self { device, options })
     }
-
-    /// Binds the calling thread, which is to be the one that calls all operations, to the processor left for it. Threads
-    /// it starts later inherit that. Without it the scheduler may put the caller on a worker's processor for a while.
-    pub fn bind_caller(&self) {
-        self.device.bind_caller();
-    }
 }
 
 /// `name` is the tensor's, where there is one.
@@ -48,6 +42,10 @@ fn shape(spec: KvSpec) -> KvShape {
 impl Backend for CpuBackend {
     type Weight = Weight;
     type Buffer = Buffer;
+
+    fn bind_caller(&self) {
+        self.device.bind_caller();
+    }
 
     fn describe(&self) -> String {
         let (threads, isa) = (self.device.threads(), self.device.isa());
