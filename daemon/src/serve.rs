@@ -82,7 +82,7 @@ pub fn load(settings: &Settings, progress: &mut dyn FnMut(u64, u64)) -> Result<L
         context_max,
         kv_blocks: memory.kv_blocks,
         prefix_cache: settings.prefix_cache,
-    });
+    })?;
     let model_status = ModelStatus {
         name: model.name.clone(),
         path: settings.model.display().to_string(),

@@ -47,15 +47,30 @@
 //! The daemon does the same mirrored, but believes nothing: it maps `up` read-only, copies every word once, and
 //! checks the copy ([`session`]). Neither side can make the other wait or fault.
 //!
-//! What is acknowledged where: every request ends with exactly one terminal completion, DONE or ERROR.
+//! Every request ends with exactly one terminal completion, DONE or ERROR.
 
-#[cfg(all(loom, test))]
 #[cfg(not(loom))]
 mod arena;
-mod loom_models;
 pub mod completion;
+#[cfg(not(loom))]
+pub mod control;
+#[cfg(not(loom))]
 pub mod doorbell;
 pub mod encoding;
+#[cfg(not(loom))]
 pub mod handshake;
+#[cfg(not(loom))]
+pub mod inherited;
 pub mod layout;
 pub mod limits;
+#[cfg(all(loom, test))]
+mod loom_models;
+#[cfg(not(loom))]
+mod mapped_ring;
+pub mod message;
+pub mod ring;
+#[cfg(not(loom))]
+pub mod segment;
+#[cfg(not(loom))]
+pub mod session;
+pub mod sync;

@@ -34,7 +34,7 @@ pub fn answer(client: &Client, request: GenerateRequest) -> Result<Answer, Error
             Event::Accepted { .. } => {}
             Event::Tokens(ids) => {
                 token_times.resize(token_times.len() + ids.len(), begun.elapsed());
-                tokens.extend(ids);
+                tokens.extend_from_slice(&ids);
             }
             Event::Text(piece) => text.push_str(&piece),
             Event::Done { reason, usage } => {

@@ -105,30 +105,25 @@ fn alone(daemon: &Daemon) -> Vec<Vec<u32>> {
 /// The tokens of the watched requests, asked all at once and with `others` more requests around them.
 fn in_company(daemon: &Daemon, others: u64) -> Vec<Vec<u32>> {
     let mix = Mix::tiny(7, 3..=150, 10..=90);
-    let requests = watched();
-    let start = Barrier::new(requests.len() + others as usize);
+    let mut requests = watched();
+    let count = requests.len();
+    requests.extend((0..others).map(|number| mix.request(number)));
+    let mut tokens = all_at_once(daemon, &requests);
+    tokens.truncate(count);
+    tokens
+}
+
+/// The tokens of requests that are asked at the same moment, each on a connection of its own.
+fn all_at_once(daemon: &Daemon, requests: &[GenerateRequest]) -> Vec<Vec<u32>> {
+    let start = Barrier::new(requests.len());
+    let ask = |request: GenerateRequest| {
+        let client = daemon.client();
+        start.wait();
+        load::answer(&client, request).expect("an answer").tokens
+    };
     thread::scope(|scope| {
-        for number in 0..others {
-            let request = mix.request(number);
-            let (daemon, start) = (&daemon, &start);
-            scope.spawn(move || {
-                let client = daemon.client();
-                start.wait();
-                load::answer(&client, request).expect("an answer");
-            });
-        }
-        let watched: Vec<_> = requests
-            .into_iter()
-            .map(|request| {
-                let (daemon, start) = (&daemon, &start);
-                scope.spawn(move || {
-                    let client = daemon.client();
-                    start.wait();
-                    load::answer(&client, request).expect("an answer").tokens
-                })
-            })
-            .collect();
-        watched.into_iter().map(|thread| thread.join().expect("a watched request")).collect()
+        let threads: Vec<_> = requests.iter().map(|request| scope.spawn(|| ask(request.clone()))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a client")).collect()
     })
 }
 
@@ -164,21 +159,27 @@ fn tokens_do_not_depend_on_a_cache_hit() {
 
 #[test]
 fn tokens_do_not_depend_on_preemption() {
-    let expected = alone(&Daemon::tiny(&["--prefix-cache=false"]));
+    // Eight requests that begin with 2 or 3 blocks each and end with 14 or 15: all are admitted to the 48 blocks, and
+    // then there are not enough. The slower model has them all there before the first is done.
+    let mix = Mix { temperature: 0.7, ..Mix::tiny(11, 20..=40, 200..=200) };
+    let requests: Vec<_> = (0..8).map(|number| mix.request(number)).collect();
+    let quiet = Setup::slow().with("--prefix-cache=false").start();
+    let expected: Vec<_> =
+        requests.iter().map(|r| load::answer(&quiet.client(), r.clone()).expect("an answer").tokens).collect();
+    drop(quiet);
     for prefix_cache in [false, true] {
-        // 1024 tokens for five watched requests that alone need 1352, and 16 others.
-        let tight = Daemon::tiny(&["--kv-blocks=64", "--sequences-max=16", &format!("--prefix-cache={prefix_cache}")]);
-        assert_eq!(in_company(&tight, 16), expected, "with a cache too small for all, prefix cache {prefix_cache}");
+        let tight = Setup::slow().with("--kv-blocks=48").with(format!("--prefix-cache={prefix_cache}")).start();
+        assert_eq!(
+            all_at_once(&tight, &requests),
+            expected,
+            "in a cache too small for all, prefix cache {prefix_cache}"
+        );
         let status = assert_nothing_is_left(&tight);
         assert!(status.totals.preemptions > 0, "nobody was preempted, so nothing was tested");
-        assert_eq!(daemon_preemptions(&tight), status.totals.preemptions as f64);
+        assert_eq!(tight.metric("llmd_preemptions_total"), status.totals.preemptions as f64);
         let movement = step_log::check_continuous(&tight.steps()).expect("a continuous log");
         assert_eq!(movement.preempted as u64, status.totals.preemptions);
     }
-}
-
-fn daemon_preemptions(daemon: &Daemon) -> f64 {
-    daemon.metric("llmd_preemptions_total")
 }
 
 #[test]
@@ -227,17 +228,23 @@ fn bad_requests_are_refused_and_hurt_nobody() {
     let usual = SamplingParams::default;
     assert_eq!(refused(Prompt::Tokens(vec![5, 1_000_000]), usual()), Reject::TokenOutOfVocabulary);
     assert_eq!(refused(Prompt::Tokens(vec![5; 600]), usual()), Reject::NeverFits);
-    assert_eq!(refused(Prompt::Tokens(vec![]), usual()), Reject::EmptyPrompt);
+    // The library refuses this before it is sent; what the daemon does with it when sent is for the suite hostile.
     let too_hot = SamplingParams { temperature: f32::NAN, ..usual() };
-    assert_eq!(refused(Prompt::Text("x".into()), too_hot), Reject::InvalidParameter);
+    let request = GenerateRequest { prompt: Prompt::Text("x".into()), sampling: too_hot };
+    assert!(matches!(load::answer(&client, request), Err(Error::InvalidRequest(_))));
     let answer = load::answer(&client, Mix::tiny(3, 5..=5, 5..=5).request(0)).expect("an answer");
     assert_eq!((answer.reason, answer.tokens.len()), (FinishReason::Length, 5));
     assert_nothing_is_left(&daemon);
 }
 
 #[test]
-fn no_tokens_asked_is_an_answer_too() {
+fn nothing_asked_and_nothing_said_are_answers_too() {
     let daemon = Daemon::tiny(&[]);
+    // The model has a beginning-of-sequence token, which stands in for an empty prompt.
+    let sampling = SamplingParams { max_tokens: 3, ignore_eos: true, ..SamplingParams::default() };
+    let request = GenerateRequest { prompt: Prompt::Text(String::new()), sampling };
+    let answer = load::answer(&daemon.client(), request).expect("an answer");
+    assert_eq!((answer.usage.prompt_tokens, answer.tokens.len()), (1, 3));
     let answer = load::answer(&daemon.client(), Mix::tiny(3, 20..=20, 0..=0).request(0)).expect("an answer");
     assert_eq!((answer.reason, answer.tokens.len(), answer.text.as_str()), (FinishReason::Length, 0, ""));
     assert_eq!(answer.usage.prompt_tokens, 20);

@@ -46,7 +46,7 @@ const IMPURE: [&str; 8] = [
 const PROTOCOL: &[&str] = &["llmd_protocol"];
 const KERNELS: &[&str] = &["llmd_kernels"];
 
-const ROOMS: [Room; 22] = [
+const ROOMS: &[Room] = &[
     // Policy and its data: testable without a device, shared memory or a clock.
     Room { name: "sequence", rooms: &["kv_cache::block"], crates: &[], pure: true },
     Room { name: "plan", rooms: &["sequence"], crates: &[], pure: true },
@@ -62,8 +62,8 @@ const ROOMS: [Room; 22] = [
         pure: false,
     },
     Room { name: "sampler", rooms: &["batch", "config", "sequence"], crates: KERNELS, pure: true },
-    // Text: knows ids and strings, not who asked.
-    Room { name: "text", rooms: &[], crates: PROTOCOL, pure: true },
+    // Text: knows ids and strings, not who asked. Not pure: a chat template may ask for today's date.
+    Room { name: "text", rooms: &[], crates: PROTOCOL, pure: false },
     // The way in and out.
     Room { name: "listen", rooms: &[], crates: &["llmd_protocol", "nix"], pure: false },
     Room { name: "sessions", rooms: &["listen", "metrics"], crates: &["llmd_protocol", "nix"], pure: false },
@@ -88,6 +88,8 @@ const ROOMS: [Room; 22] = [
         crates: &["llmd_protocol", "tokio"],
         pure: false,
     },
+    // Where rooms are put together: the whole from settings, and the loop.
+    Room { name: "serve", rooms: &["*"], crates: &["llmd_protocol", "llmd_kernels"], pure: false },
     Room { name: "engine", rooms: &["*"], crates: &["llmd_protocol", "llmd_kernels", "nix"], pure: false },
 ];
 

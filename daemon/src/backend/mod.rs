@@ -98,6 +98,9 @@ pub trait Backend: Send {
     /// (rows, columns) of f32 activations on the device.
     type Buffer: Send;
 
+    /// Called once by the thread that will step, before its first step: a backend that computes on its caller's thread binds
+    /// it to a processor. Threads started by it afterwards inherit that.
+    fn bind_caller(&self) {}
     /// For people: "cpu, AVX-512 VNNI, 2 threads".
     fn describe(&self) -> String;
     /// Takes a weight over.

@@ -12,6 +12,8 @@ pub mod block;
 mod integrity;
 pub mod pool;
 pub mod prefix;
+#[cfg(test)]
+mod tests;
 
 pub use integrity::{Holder, IntegrityError};
 

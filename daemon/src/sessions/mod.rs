@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use llmd_protocol::control::ClientStatus;
+use llmd_protocol::handshake::Peer;
 
+pub mod connects;
 pub mod listener;
 pub mod session;
 
@@ -21,15 +23,6 @@ impl std::fmt::Display for SessionKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.0.fmt(f)
     }
-}
-
-/// Who is at the other end, as the kernel says (SO_PEERCRED at connect time).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Peer {
-    /// User id.
-    pub uid: u32,
-    /// Process id.
-    pub pid: i32,
 }
 
 /// What the sessions thread and the engine both know of a session.

@@ -11,9 +11,9 @@ use super::pool::{Pool, split};
 use super::region::Region;
 use super::simd::Simd;
 use super::weight::{Operand, Panels, Weight};
-use super::{CpuError, Isa, PARALLEL_ELEMENTS_MIN, gemm_f32, gemm_portable};
+use super::{CpuError, PARALLEL_ELEMENTS_MIN, gemm_f32, gemm_portable};
 #[cfg(target_arch = "x86_64")]
-use super::{gemm_avx2, gemm_avx512};
+use super::{Isa, gemm_avx2, gemm_avx512};
 use crate::quant::BLOCK;
 use std::ops::Range;
 
