@@ -7,14 +7,21 @@
 //! One name per key everywhere: `kv_blocks` in the file is `LLMD_KV_BLOCKS` and `--kv-blocks`. The keys are documented at
 //! the fields of [`Config`]; `llmd --help` and `systemd/llmd.toml` say the same.
 
+mod check;
+mod settings;
+
+pub use settings::{Activations, Device, Isa, KvSize, KvType, MetricsAddress, SchedulerPolicy, Settings};
+
 use crate::kv_cache::block::BLOCK_TOKENS;
+use check::{Check, parse_bytes};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser};
 use serde::Deserialize;
+use settings::{ACTIVATIONS, BOOLS, ISAS, KV_TYPES, LEVELS, SCHEDULERS};
 use std::collections::BTreeMap;
-use std::fmt::{self, Write as _};
+use std::ffi::OsString;
+use std::fmt;
 use std::io::Read as _;
-use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -35,11 +42,12 @@ pub const SEQUENCES: RangeInclusive<u64> = 1..=4096;
 pub const WAITING: RangeInclusive<u64> = 0..=(1 << 20);
 /// Allowed `tokens_per_step`.
 pub const TOKENS_PER_STEP: RangeInclusive<u64> = 1..=65536;
-/// Allowed `sessions_max`, and `sessions_per_uid` below it.
-pub const SESSIONS: RangeInclusive<u64> = 1..=16384;
-/// Allowed `requests_per_session`: a session's submission ring has 64 slots, and each request in flight keeps one of the
-/// completion ring's 1024 for its last record.
-pub const REQUESTS_PER_SESSION: RangeInclusive<u64> = 1..=512;
+/// Allowed `sessions_max`: what the protocol's SESSIONS_MAX says.
+pub const SESSIONS: RangeInclusive<u64> = 1..=1024;
+/// Allowed `sessions_per_uid`: what the protocol's SESSIONS_PER_UID_MAX says.
+pub const SESSIONS_PER_UID: RangeInclusive<u64> = 1..=256;
+/// Allowed `requests_per_session`: what the protocol's REQUESTS_IN_FLIGHT says for a completion ring of 1024 slots.
+pub const REQUESTS_PER_SESSION: RangeInclusive<u64> = 1..=256;
 /// Allowed `drain_timeout`, in seconds.
 pub const DRAIN_SECONDS: RangeInclusive<u64> = 0..=86400;
 
@@ -111,13 +119,14 @@ pub struct Config {
     /// compare) [default: continuous]
     #[arg(long, env = "LLMD_SCHEDULER", value_name = "continuous|static")]
     pub scheduler: Option<Written>,
-    /// Most clients connected at once, 1 to 16384 [default: 256]
+    /// Most clients connected at once, 1 to 1024 [default: 256]
     #[arg(long, env = "LLMD_SESSIONS_MAX", value_name = "N")]
     pub sessions_max: Option<Written>,
-    /// Most clients of one user connected at once, 1 to sessions_max [default: 128, or sessions_max if that is less]
+    /// Most clients of one user connected at once, 1 to 256 and at most sessions_max [default: 128, or sessions_max if
+    /// that is less]
     #[arg(long, env = "LLMD_SESSIONS_PER_UID", value_name = "N")]
     pub sessions_per_uid: Option<Written>,
-    /// Most requests of one client in flight, 1 to 512 [default: 64]
+    /// Most requests of one client in flight, 1 to 256 [default: 64]
     #[arg(long, env = "LLMD_REQUESTS_PER_SESSION", value_name = "N")]
     pub requests_per_session: Option<Written>,
     /// Where Prometheus reads metrics over HTTP: off, ADDRESS:PORT or unix:/PATH. Not used when systemd passes a socket
@@ -198,103 +207,6 @@ impl Surroundings {
     }
 }
 
-/// What computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Device {
-    /// The CPU.
-    Cpu,
-}
-
-/// Instructions the CPU kernels use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Isa {
-    /// The best this CPU has.
-    Auto,
-    /// AVX-512 with VNNI and BF16.
-    Avx512,
-    /// AVX2 with FMA.
-    Avx2,
-    /// What every CPU has.
-    Portable,
-}
-
-/// Activations within a matrix product.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activations {
-    /// Rounded to int8 by blocks.
-    Int8,
-    /// As they are.
-    F32,
-}
-
-/// Elements of the key-value cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvType {
-    /// Rounded to bfloat16.
-    Bf16,
-    /// As they are.
-    F32,
-}
-
-/// How large the key-value cache is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvSize {
-    /// As much as `sequences_max` sequences of full context need, at most a quarter of the memory that is available.
-    Auto,
-    /// So many blocks.
-    Blocks(u32),
-    /// As many whole blocks as fit so many bytes.
-    Bytes(u64),
-}
-
-/// How steps are put together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SchedulerPolicy {
-    /// Sequences join and leave between any two steps.
-    Continuous,
-    /// A batch is filled and ends with its last member.
-    Static,
-}
-
-/// Where Prometheus reads metrics.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum MetricsAddress {
-    /// HTTP over TCP.
-    Tcp(SocketAddr),
-    /// HTTP over a Unix socket.
-    Unix(PathBuf),
-}
-
-/// What holds: every value within its bounds, every default filled in. See [`Config`] for the meaning of each.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[allow(missing_docs, reason = "documented at Config, where the keys are defined")]
-pub struct Settings {
-    pub model: PathBuf,
-    /// None when systemd passed the socket.
-    pub socket: Option<PathBuf>,
-    /// None when systemd passed the socket, or passed the clients' one and there is no place for this one.
-    pub control: Option<PathBuf>,
-    pub device: Device,
-    pub threads: usize,
-    pub isa: Isa,
-    pub activations: Activations,
-    pub kv_type: KvType,
-    pub kv: KvSize,
-    pub sequences_max: usize,
-    pub waiting_max: usize,
-    pub tokens_per_step: usize,
-    pub prefill_chunk_max: usize,
-    pub prefix_cache: bool,
-    pub scheduler: SchedulerPolicy,
-    pub sessions_max: usize,
-    pub sessions_per_uid: usize,
-    pub requests_per_session: usize,
-    pub metrics: Option<MetricsAddress>,
-    pub drain_timeout: Duration,
-    pub log_level: log::LevelFilter,
-    pub step_log: Option<PathBuf>,
-}
-
 /// Why there are no settings.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -348,7 +260,7 @@ pub enum ConfigError {
 }
 
 /// Gathers command line, environment and file. The error of `--help` and `--version` is one too, with exit code 0.
-pub fn told(arguments: impl IntoIterator<Item = String>) -> Result<Told, ConfigError> {
+pub fn told(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Told, ConfigError> {
     let matches = CommandLine::command().try_get_matches_from(arguments)?;
     let line = CommandLine::from_arg_matches(&matches)?;
     let (file, file_origin) = match &line.config {
@@ -511,7 +423,7 @@ impl Config {
         let tokens_per_step = number("tokens_per_step", &self.tokens_per_step, &step_range, 512.max(sequences_max))?;
         let chunk_range = 1..=tokens_per_step as u64;
         let sessions_max = number("sessions_max", &self.sessions_max, &SESSIONS, 256)?;
-        let uid_range = 1..=sessions_max as u64;
+        let uid_range = 1..=(sessions_max as u64).min(*SESSIONS_PER_UID.end());
         Ok(Settings {
             model,
             socket,
@@ -595,192 +507,6 @@ impl Config {
     }
 }
 
-const ISAS: [(&str, Isa); 4] =
-    [("auto", Isa::Auto), ("avx512", Isa::Avx512), ("avx2", Isa::Avx2), ("portable", Isa::Portable)];
-const ACTIVATIONS: [(&str, Activations); 2] = [("int8", Activations::Int8), ("f32", Activations::F32)];
-const KV_TYPES: [(&str, KvType); 2] = [("bf16", KvType::Bf16), ("f32", KvType::F32)];
-const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
-const SCHEDULERS: [(&str, SchedulerPolicy); 2] =
-    [("continuous", SchedulerPolicy::Continuous), ("static", SchedulerPolicy::Static)];
-const LEVELS: [(&str, log::LevelFilter); 6] = [
-    ("off", log::LevelFilter::Off),
-    ("error", log::LevelFilter::Error),
-    ("warn", log::LevelFilter::Warn),
-    ("info", log::LevelFilter::Info),
-    ("debug", log::LevelFilter::Debug),
-    ("trace", log::LevelFilter::Trace),
-];
-
-/// The word that is written for a value of a closed list.
-fn word<T: PartialEq>(choices: &[(&'static str, T)], value: &T) -> &'static str {
-    choices.iter().find(|(_, v)| v == value).map_or("", |(word, _)| word)
-}
-
-impl fmt::Display for SchedulerPolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(word(&SCHEDULERS, self))
-    }
-}
-
-/// Checks of single values; knows where each was written.
-struct Check<'a> {
-    origins: &'a Origins,
-}
-
-impl Check<'_> {
-    fn origin(&self, key: &str) -> String {
-        self.origins.get(key).cloned().unwrap_or_else(|| "the configuration".to_owned())
-    }
-
-    fn refuse(&self, key: &'static str, written: &Written, allowed: impl Into<String>) -> ConfigError {
-        ConfigError::Value { key, value: written.0.clone(), origin: self.origin(key), allowed: allowed.into() }
-    }
-
-    fn integer(
-        &self,
-        key: &'static str,
-        written: &Written,
-        range: &RangeInclusive<u64>,
-        also: &str,
-    ) -> Result<usize, ConfigError> {
-        match written.0.parse::<u64>() {
-            Ok(number) if range.contains(&number) => Ok(number as usize),
-            _ => {
-                let allowed = format!("{also}a whole number from {} to {}", range.start(), range.end());
-                Err(self.refuse(key, written, allowed))
-            }
-        }
-    }
-
-    fn choice<T: Copy>(
-        &self,
-        key: &'static str,
-        written: &Option<Written>,
-        choices: &[(&'static str, T)],
-        default: T,
-    ) -> Result<T, ConfigError> {
-        let Some(written) = written else { return Ok(default) };
-        choices.iter().find(|(word, _)| *word == written.0).map(|(_, value)| *value).ok_or_else(|| {
-            let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
-            self.refuse(key, written, format!("one of {}", words.join(", ")))
-        })
-    }
-
-    fn socket_path(&self, key: &'static str, written: &Written, path: &str) -> Result<PathBuf, ConfigError> {
-        if path.is_empty() || path.len() > SOCKET_PATH_BYTES_MAX || path.contains('\0') {
-            let allowed =
-                format!("a path of 1 to {SOCKET_PATH_BYTES_MAX} bytes, as the kernel has it for Unix sockets");
-            return Err(self.refuse(key, written, allowed));
-        }
-        Ok(PathBuf::from(path))
-    }
-
-    fn metrics(&self, written: &Written) -> Result<Option<MetricsAddress>, ConfigError> {
-        let text = written.0.as_str();
-        if text == "off" {
-            return Ok(None);
-        }
-        if let Some(path) = text.strip_prefix("unix:") {
-            let path = self.socket_path("metrics", written, path)?;
-            return Ok(Some(MetricsAddress::Unix(path)));
-        }
-        text.parse().map(|address| Some(MetricsAddress::Tcp(address))).map_err(|_| {
-            self.refuse("metrics", written, "off, an address with port such as 127.0.0.1:9400, or unix:/path")
-        })
-    }
-}
-
-/// A TOML basic string.
-fn quoted(text: &str) -> String {
-    let mut out = String::from('"');
-    for c in text.chars() {
-        match c {
-            '"' | '\\' => out.extend(['\\', c]),
-            c if c.is_control() => write!(out, "\\u{:04X}", c as u32).expect("a String takes everything"),
-            c => out.push(c),
-        }
-    }
-    out.push('"');
-    out
-}
-
-/// "2GiB", "512 MiB", "64KiB", "1048576" in bytes; also GB, MB, kB in powers of ten.
-fn parse_bytes(text: &str) -> Option<u64> {
-    const UNITS: [(&str, u64); 9] = [
-        ("TiB", 1 << 40),
-        ("GiB", 1 << 30),
-        ("MiB", 1 << 20),
-        ("KiB", 1 << 10),
-        ("TB", 1_000_000_000_000),
-        ("GB", 1_000_000_000),
-        ("MB", 1_000_000),
-        ("kB", 1_000),
-        ("B", 1),
-    ];
-    let (digits, unit) = UNITS
-        .iter()
-        .find_map(|(name, unit)| text.strip_suffix(name).map(|digits| (digits.trim_end(), *unit)))
-        .unwrap_or((text, 1));
-    digits.parse::<u64>().ok()?.checked_mul(unit)
-}
-
-impl Settings {
-    /// The settings as a configuration file that means the same; what systemd passes stands as a comment.
-    pub fn to_toml(&self) -> String {
-        let mut out = String::new();
-        let mut line = |key: &str, value: String| writeln!(out, "{key} = {value}").expect("a String takes everything");
-        let path = |path: &Path| quoted(&path.to_string_lossy());
-        line("model", path(&self.model));
-        match &self.socket {
-            Some(socket) => line("socket", path(socket)),
-            None => line("# socket", "passed by systemd".into()),
-        }
-        match &self.control {
-            Some(control) => line("control", path(control)),
-            None => line("# control", "passed by systemd, or none".into()),
-        }
-        line(
-            "device",
-            quoted(match self.device {
-                Device::Cpu => "cpu",
-            }),
-        );
-        line("threads", self.threads.to_string());
-        line("isa", quoted(word(&ISAS, &self.isa)));
-        line("activations", quoted(word(&ACTIVATIONS, &self.activations)));
-        line("kv_type", quoted(word(&KV_TYPES, &self.kv_type)));
-        match self.kv {
-            KvSize::Auto => line("kv_memory", quoted("auto")),
-            KvSize::Blocks(blocks) => line("kv_blocks", blocks.to_string()),
-            KvSize::Bytes(bytes) => line("kv_memory", bytes.to_string()),
-        }
-        line("sequences_max", self.sequences_max.to_string());
-        line("waiting_max", self.waiting_max.to_string());
-        line("tokens_per_step", self.tokens_per_step.to_string());
-        line("prefill_chunk_max", self.prefill_chunk_max.to_string());
-        line("prefix_cache", self.prefix_cache.to_string());
-        line("scheduler", quoted(word(&SCHEDULERS, &self.scheduler)));
-        line("sessions_max", self.sessions_max.to_string());
-        line("sessions_per_uid", self.sessions_per_uid.to_string());
-        line("requests_per_session", self.requests_per_session.to_string());
-        line(
-            "metrics",
-            quoted(&match &self.metrics {
-                None => "off".to_owned(),
-                Some(MetricsAddress::Tcp(address)) => address.to_string(),
-                Some(MetricsAddress::Unix(path)) => format!("unix:{}", path.display()),
-            }),
-        );
-        line("drain_timeout", self.drain_timeout.as_secs().to_string());
-        line("log_level", quoted(word(&LEVELS, &self.log_level)));
-        match &self.step_log {
-            Some(step_log) => line("step_log", path(step_log)),
-            None => line("# step_log", "none".into()),
-        }
-        out
-    }
-}
-
 impl<'de> Deserialize<'de> for Written {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Scalar;
@@ -804,5 +530,4 @@ impl<'de> Deserialize<'de> for Written {
 }
 
 #[cfg(test)]
-#[path = "config_tests.rs"]
 mod tests;

@@ -486,5 +486,4 @@ fn totals(metrics: &Metrics) -> Totals {
 }
 
 #[cfg(test)]
-#[path = "control_tests.rs"]
 mod tests;

@@ -9,21 +9,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use llmd_protocol::doorbell::CompletionDoorbell;
-use llmd_protocol::layout::CompletionSlot;
+use llmd_protocol::completion::CompletionSlot;
+use llmd_protocol::control::{finish_name, reject_name};
 use llmd_protocol::message::{self, Reject, Usage};
-use llmd_protocol::ring::CompletionProducer;
 
 use crate::backend::BackendError;
 use crate::batch::ForwardBatch;
-use crate::intake::{Refusal, Submission};
-use crate::metrics::Metrics;
+use crate::intake::{Submission, Verdict};
+use crate::metrics::{Finished, Metrics, StepSample};
 use crate::model::runner::Runner;
 use crate::outbox::{Outbox, Pressure};
-use crate::sampler::Sampler;
-use crate::scheduler::{Scheduler, SubmitError};
+use crate::plan::{PlanEntry, StepPlan};
+use crate::sampler::{Sampler, Tokens};
+use crate::scheduler::{Ended, Scheduler, SubmitError};
 use crate::sequence::{FinishReason, SequenceId};
-use crate::sessions::{SessionKey, SessionShared};
+use crate::sessions::{Arrival, Refusal, SessionKey};
 use crate::step_log::StepLog;
 use crate::stream::{Stream, Streams};
 use crate::text::tokenizer::Tokenizer;
@@ -38,45 +38,10 @@ const SPILL_POLL: Duration = Duration::from_millis(5);
 
 /// Everything that reaches the engine from outside.
 pub enum Event {
-    /// A client has connected.
-    SessionOpened {
-        /// Who.
-        shared: Arc<SessionShared>,
-        /// Where its answers go.
-        completions: CompletionProducer,
-        /// How it is woken.
-        doorbell: Arc<CompletionDoorbell>,
-    },
-    /// A client has hung up, or was closed for lying.
-    SessionClosed {
-        /// Which.
-        session: SessionKey,
-    },
-    /// A request that passed the intake.
-    Submit(Box<Submission>),
-    /// A request the intake refused.
-    Refuse {
-        /// Whose.
-        session: SessionKey,
-        /// The client's number for it.
-        request: u32,
-        /// Why.
-        refusal: Refusal,
-    },
-    /// A request cancelled before it was read.
-    CancelledEarly {
-        /// Whose.
-        session: SessionKey,
-        /// The client's number for it.
-        request: u32,
-    },
-    /// The client wants no more of a request.
-    Cancel {
-        /// Whose.
-        session: SessionKey,
-        /// The client's number for it.
-        request: u32,
-    },
+    /// From the sessions thread.
+    Session(Arrival),
+    /// From the intake's workers.
+    Intake(Verdict),
     /// Admit nothing more, finish what runs, then end the loop.
     Drain,
     /// End the loop now, whatever runs: the drain took too long.
@@ -105,7 +70,7 @@ pub struct Engine {
 
 /// Why the loop ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
+pub enum Outcome {
     /// Everything in flight was finished.
     Drained,
     /// Requests were cut off.
@@ -117,13 +82,15 @@ pub enum Ended {
 
 impl Engine {
     /// Serves until told to drain. An error is the device's and ends the process.
-    pub fn run(self, events: &Receiver<Event>) -> Result<Ended, BackendError> {
+    pub fn run(self, events: &Receiver<Event>) -> Result<Outcome, BackendError> {
+        self.runner.bind_caller();
         let mut turn = Turn {
             engine: self,
             batch: ForwardBatch::default(),
             streams: Streams::default(),
             sampled: Vec::new(),
             finished: Vec::new(),
+            stopped: Vec::new(),
         };
         loop {
             if let Some(ended) = turn.take_in(events) {
@@ -143,11 +110,13 @@ struct Turn {
     streams: Streams,
     sampled: Vec<(SequenceId, u32)>,
     finished: Vec<SequenceId>,
+    /// Sequences whose text has met a stop string in this step.
+    stopped: Vec<SequenceId>,
 }
 
 impl Turn {
     /// Takes in what has arrived; sleeps when there is nothing to compute. Returns how the loop ends, when it does.
-    fn take_in(&mut self, events: &Receiver<Event>) -> Option<Ended> {
+    fn take_in(&mut self, events: &Receiver<Event>) -> Option<Outcome> {
         for _ in 0..EVENTS_PER_STEP_MAX {
             let event = match events.try_recv() {
                 Ok(event) => event,
@@ -158,7 +127,7 @@ impl Turn {
                     self.observe_load();
                     let spilling = self.engine.outbox.is_spilling();
                     if self.engine.draining.load(Ordering::Relaxed) && self.engine.scheduler.drained() && !spilling {
-                        return Some(Ended::Drained);
+                        return Some(Outcome::Drained);
                     }
                     let event = if spilling || self.engine.scheduler.sequences_live() > 0 {
                         events.recv_timeout(SPILL_POLL)
@@ -173,24 +142,23 @@ impl Turn {
                 }
             };
             match event {
-                Event::SessionOpened { shared, completions, doorbell } => {
-                    self.engine.outbox.open(completions, doorbell, shared);
-                }
-                Event::SessionClosed { session } => {
+                Event::Session(Arrival::Opened(opened)) => self.engine.outbox.open(*opened),
+                Event::Session(Arrival::Closed { session }) => {
                     for sequence in self.engine.outbox.close(session) {
-                        self.drop_sequence(sequence, FinishReason::Cancelled);
+                        self.finish(sequence, FinishReason::Cancelled);
                     }
                 }
-                Event::Submit(submission) => self.submit(*submission),
-                Event::Refuse { session, request, refusal } => self.refuse(session, request, &refusal),
-                Event::CancelledEarly { session, request } => {
-                    self.end(session, request, CompletionSlot::done(request, message::FinishReason::Cancelled, Usage::default()));
-                }
-                Event::Cancel { session, request } => {
+                Event::Session(Arrival::Cancelled { session, request }) => {
                     if let Some(sequence) = self.engine.outbox.sequence(session, request) {
                         self.finish(sequence, FinishReason::Cancelled);
                     }
                 }
+                Event::Intake(Verdict::Admitted(submission)) => self.submit(*submission),
+                Event::Session(Arrival::Refused { session, request, refusal })
+                | Event::Intake(Verdict::Refused { session, request, refusal }) => {
+                    self.refuse(session, request, &refusal);
+                }
+                Event::Intake(Verdict::Cancelled { session, request }) => self.cancelled_early(session, request),
                 Event::Drain => self.engine.draining.store(true, Ordering::Relaxed),
                 Event::Stop => return Some(self.ended()),
             }
@@ -198,15 +166,16 @@ impl Turn {
         None
     }
 
-    fn ended(&self) -> Ended {
+    fn ended(&self) -> Outcome {
         match self.engine.scheduler.sequences_live() {
-            0 => Ended::Drained,
-            cut_off => Ended::Stopped { cut_off },
+            0 => Outcome::Drained,
+            cut_off => Outcome::Stopped { cut_off },
         }
     }
 
     fn submit(&mut self, submission: Submission) {
         let Submission { session, request, received, cancelled, sequence, stop } = submission;
+        let prompt_end: Vec<u32> = sequence.prompt.last().copied().into_iter().collect();
         if !self.engine.outbox.is_open(session) {
             return;
         }
@@ -216,7 +185,7 @@ impl Turn {
             return;
         }
         if cancelled.load(Ordering::Relaxed) {
-            self.end(session, request, CompletionSlot::done(request, message::FinishReason::Cancelled, Usage::default()));
+            self.cancelled_early(session, request);
             return;
         }
         if self.engine.draining.load(Ordering::Relaxed) {
@@ -230,9 +199,10 @@ impl Turn {
             Ok(id) => {
                 let begun = self.engine.outbox.begin(session, request, id);
                 assert!(begun, "the session is open and the number is free: both were just checked");
-                let stream = Stream::new(session, request, received, &self.engine.tokenizer, stop, min_tokens);
+                let stream =
+                    Stream::new(session, request, received, &self.engine.tokenizer, &prompt_end, &stop, min_tokens);
                 self.streams.insert(id, stream);
-                self.engine.metrics.accepted(u64::from(prompt_tokens));
+                self.engine.metrics.accepted(prompt_tokens as usize);
                 self.engine.outbox.push(session, CompletionSlot::accepted(request, prompt_tokens), Instant::now());
             }
             Err(error) => {
@@ -249,31 +219,213 @@ impl Turn {
     fn step(&mut self) -> Result<(), BackendError> {
         let started = Instant::now();
         let plan = self.engine.scheduler.plan();
-        self.engine.metrics.preempted(plan.preempted.len() as u64);
+        self.engine.metrics.preempted(plan.preempted.len());
         for &id in &plan.admitted {
-            self.streams.get_mut(id).admitted.get_or_insert(started);
+            self.admitted(id, started);
         }
         if plan.entries.is_empty() {
-            // What ended without a step (a leader that cannot fit alone) is still to be told.
             self.engine.scheduler.recycle(plan);
             return Ok(());
         }
-        let Engine { scheduler, runner, sampler, .. } = &mut self.engine;
-        let scratch = scheduler.scratch_block();
-        self.batch.fill(&plan, scratch, |id| scheduler.sequence(id).expect("a plan names live sequences"));
-        let logits = runner.forward(&self.batch)?;
-        let vocabulary = logits.len() / self.batch.logit_rows.len().max(1);
-        self.sampled.clear();
-        for (entry, row) in plan.entries.iter().filter(|e| e.samples).zip(logits.chunks_exact_mut(vocabulary.max(1))) {
-            let sequence = scheduler.sequence(entry.sequence).expect("a plan names live sequences");
-            let (prompt, output) = sequence.tokens.split_at(sequence.prompt_len);
-            self.sampled.push((entry.sequence, sampler.sample(row, &sequence.sampling, prompt, output)));
-        }
-        let committed = self.engine.scheduler.commit(&plan, &self.sampled);
+        let decodes = self.count_decodes(&plan);
+        self.compute(&plan)?;
+        let mut committed = self.engine.scheduler.commit(&plan, &self.sampled);
         let now = Instant::now();
         self.finished.clear();
-        // filled in once the scheduler's commit type is known
-        let _ = (committed, now);
+        for token in &committed.tokens {
+            self.deliver(token.id, token.token, token.finished, now);
+        }
+        for ended in committed.ended.drain(..) {
+            self.finished.push(ended.sequence.id);
+            self.close(ended, now);
+        }
+        // Stop strings are found in the text, after the scheduler has taken the token in; the sequence leaves in this
+        // same step all the same.
+        while let Some(id) = self.stopped.pop() {
+            self.finished.push(id);
+            self.finish(id, FinishReason::StopString);
+        }
+        self.engine.metrics.step(StepSample {
+            seconds: started.elapsed().as_secs_f64(),
+            prefill_tokens: plan.tokens() - decodes,
+            decode_tokens: decodes,
+            sampled_tokens: committed.tokens.len(),
+            sequences: plan.entries.len(),
+        });
+        self.observe_load();
+        if let Some(log) = &mut self.engine.step_log {
+            log.record(&plan, started.elapsed(), self.engine.scheduler.waiting_len(), &self.finished);
+        }
+        self.engine.scheduler.recycle_committed(committed);
+        self.engine.scheduler.recycle(plan);
         Ok(())
     }
+
+    /// Fills `sampled` with one token for each entry of `plan` that samples.
+    fn compute(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+        let Engine { scheduler, runner, sampler, .. } = &mut self.engine;
+        let find = |id| scheduler.sequence(id).expect("a plan names live sequences");
+        self.batch.fill(plan, scheduler.scratch_block(), find);
+        let vocabulary = runner.vocab_size();
+        let logits = runner.forward(&self.batch)?;
+        self.sampled.clear();
+        for (entry, row) in plan.entries.iter().filter(|e| e.samples).zip(logits.chunks_exact_mut(vocabulary)) {
+            let sequence = find(entry.sequence);
+            let (prompt, output) = sequence.tokens.split_at(sequence.prompt_len);
+            let token = sampler.sample(row, &sequence.sampling, Tokens { prompt, output });
+            self.sampled.push((entry.sequence, token));
+        }
+        Ok(())
+    }
+
+    /// Rows of `plan` that are their sequence's only one and not part of a prompt.
+    fn count_decodes(&self, plan: &StepPlan) -> usize {
+        let scheduler = &self.engine.scheduler;
+        let decodes = |entry: &&PlanEntry| {
+            scheduler.sequence(entry.sequence).is_some_and(|s| entry.start as usize >= s.prompt_len)
+        };
+        plan.entries.iter().filter(decodes).map(|e| e.tokens as usize).sum()
+    }
+
+    fn admitted(&mut self, id: SequenceId, now: Instant) {
+        let sequence = self.engine.scheduler.sequence(id).expect("a plan names live sequences");
+        let stream = self.streams.get_mut(id);
+        if stream.admitted.is_none() {
+            stream.admitted = Some(now);
+            self.engine.metrics.prefix(sequence.prompt_len, sequence.cached);
+        }
+    }
+
+    /// A token was taken in: its id, and the text that has become certain, go out.
+    fn deliver(&mut self, id: SequenceId, token: u32, finished: Option<FinishReason>, now: Instant) {
+        let stream = self.streams.get_mut(id);
+        let (session, request) = (stream.session, stream.request);
+        match stream.last_token.replace(now) {
+            Some(last) => self.engine.metrics.inter_token((now - last).as_secs_f64()),
+            None => {
+                stream.first_token = Some(now);
+                self.engine.metrics.first_token((now - stream.received).as_secs_f64());
+            }
+        }
+        let outbox = &mut self.engine.outbox;
+        outbox.push(session, CompletionSlot::tokens(request, stream.tokens, &[token]), now);
+        outbox.count_tokens(session, 1);
+        stream.tokens += 1;
+        // A stop id is part of the output, but its text is not.
+        if finished != Some(FinishReason::Stop) {
+            let delta = stream.text.push(token);
+            for slot in CompletionSlot::text(request, delta.text) {
+                outbox.push(session, slot, now);
+            }
+            if delta.stopped && finished.is_none() {
+                self.stopped.push(id);
+            }
+        }
+    }
+
+    /// Ends a live sequence for a reason from outside the scheduler.
+    fn finish(&mut self, id: SequenceId, reason: FinishReason) {
+        if let Some(ended) = self.engine.scheduler.finish(id, reason) {
+            self.close(ended, Instant::now());
+        }
+    }
+
+    /// The sequence has left the scheduler: the rest of its text, then its last record.
+    fn close(&mut self, ended: Ended, now: Instant) {
+        let Ended { sequence, mut reason } = ended;
+        let mut stream = self.streams.remove(sequence.id);
+        let (session, request) = (stream.session, stream.request);
+        if stream.text.stopped() {
+            // The last token allowed completed a stop string: that is what the client asked to be told.
+            reason = FinishReason::StopString;
+        }
+        let rest = stream.text.finish();
+        for slot in CompletionSlot::text(request, &rest) {
+            self.engine.outbox.push(session, slot, now);
+        }
+        let usage = Usage {
+            prompt_tokens: sequence.prompt_len as u32,
+            cached_tokens: sequence.cached as u32,
+            output_tokens: sequence.output_len() as u32,
+        };
+        let (last, word) = match reason {
+            FinishReason::Stop => done(request, message::FinishReason::Stop, usage),
+            FinishReason::StopString => done(request, message::FinishReason::StopString, usage),
+            FinishReason::Length => done(request, message::FinishReason::Length, usage),
+            FinishReason::Cancelled => done(request, message::FinishReason::Cancelled, usage),
+            FinishReason::KvExhausted => {
+                let detail = "the sequence has filled the whole key-value cache; give the daemon more kv_memory";
+                self.explain(session, request, detail, now);
+                failed(request, Reject::KvExhausted)
+            }
+            FinishReason::SlowReader => {
+                self.explain(session, request, "the answer was left unread for too long", now);
+                failed(request, Reject::SlowReader)
+            }
+        };
+        self.engine.outbox.end(session, request, last, now);
+        let seconds = |from: Instant, to: Instant| (to - from).as_secs_f64();
+        let queued_until = stream.admitted.unwrap_or(now);
+        self.engine.metrics.finished(Finished {
+            reason: word,
+            output_tokens: u64::from(usage.output_tokens),
+            seconds: seconds(stream.received, now),
+            queue_seconds: seconds(stream.received, queued_until),
+            prefill_seconds: stream.first_token.map(|first| seconds(queued_until, first)),
+            decode_seconds: stream.first_token.zip(stream.last_token).map(|(first, last)| seconds(first, last)),
+        });
+    }
+
+    fn refuse(&mut self, session: SessionKey, request: u32, refusal: &Refusal) {
+        let now = Instant::now();
+        self.engine.metrics.rejected(reject_name(refusal.reject));
+        self.explain(session, request, &refusal.detail, now);
+        self.engine.outbox.end(session, request, CompletionSlot::error(request, refusal.reject), now);
+    }
+
+    fn explain(&mut self, session: SessionKey, request: u32, detail: &str, now: Instant) {
+        for slot in CompletionSlot::detail(request, detail) {
+            self.engine.outbox.push(session, slot, now);
+        }
+    }
+
+    /// A request that was cancelled before it became a sequence.
+    fn cancelled_early(&mut self, session: SessionKey, request: u32) {
+        let last = CompletionSlot::done(request, message::FinishReason::Cancelled, Usage::default());
+        self.engine.outbox.end(session, request, last, Instant::now());
+    }
+
+    /// Suspends, resumes or gives up the sequences of clients that do not read.
+    fn relieve_slow_readers(&mut self) {
+        if !self.engine.outbox.is_spilling() {
+            return;
+        }
+        let mut verdicts = Vec::new();
+        self.engine.outbox.drain_spills(Instant::now(), |session, pressure| verdicts.push((session, pressure)));
+        for (session, pressure) in verdicts {
+            for (_, sequence) in self.engine.outbox.live(session) {
+                match pressure {
+                    Pressure::Suspend => self.engine.scheduler.pause(sequence),
+                    Pressure::Resume => self.engine.scheduler.resume(sequence),
+                    Pressure::GiveUp => self.finish(sequence, FinishReason::SlowReader),
+                }
+            }
+        }
+        self.engine.outbox.publish();
+    }
+
+    fn observe_load(&self) {
+        let scheduler = &self.engine.scheduler;
+        self.engine.metrics.load(scheduler.waiting_len(), scheduler.running_len());
+        let kv = scheduler.kv_usage();
+        self.engine.metrics.kv(kv.free, kv.cached, kv.owned, kv.total);
+    }
+}
+
+fn done(request: u32, reason: message::FinishReason, usage: Usage) -> (CompletionSlot, &'static str) {
+    (CompletionSlot::done(request, reason, usage), finish_name(reason))
+}
+
+fn failed(request: u32, reject: Reject) -> (CompletionSlot, &'static str) {
+    (CompletionSlot::error(request, reject), reject_name(reject))
 }

@@ -216,9 +216,8 @@ impl Sink {
     fn write(&mut self, line: &Line) {
         match self {
             Self::Journal(journal) => {
-                // Journal fields of our own start with LLMD_, and journald wants capitals.
                 let fields: Vec<(String, &str)> =
-                    line.fields.iter().map(|(k, v)| (format!("LLMD_{}", k.to_uppercase()), v.as_str())).collect();
+                    line.fields.iter().map(|(key, value)| (journal_field(key), value.as_str())).collect();
                 let fields = fields.as_slice();
                 let mut record = Record::builder();
                 record.level(line.level).target(&line.target).key_values(&fields);
@@ -235,6 +234,13 @@ impl Sink {
             let _ = stream.flush();
         }
     }
+}
+
+/// Fields of our own start with LLMD_, and journald wants capitals; a key in capitals is one of journald's own (MESSAGE_ID)
+/// and stays.
+fn journal_field(key: &str) -> String {
+    let own = key.chars().any(|c| c.is_lowercase());
+    if own { format!("LLMD_{}", key.to_uppercase()) } else { key.to_owned() }
 }
 
 /// One line for people: time in UTC, level, message, fields.
@@ -379,5 +385,28 @@ mod tests {
         ] {
             assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), date);
         }
+    }
+
+    /// Run as a service: `systemd-run --wait TEST-BINARY --ignored --exact logging::tests::a_line_reaches_the_journal`.
+    #[test]
+    #[ignore = "needs a journald, and to be started by systemd"]
+    fn a_line_reaches_the_journal() {
+        assert!(systemd_journal_logger::connected_to_journal(), "not started by systemd");
+        let marker = format!("marker {}", std::process::id());
+        let logging = init(LevelFilter::Info).unwrap();
+        log::warn!(uid = 1000, unit = "my app.service", MESSAGE_ID = "0123456789abcdef0123456789abcdef"; "{marker}");
+        drop(logging);
+        let line = (0..50)
+            .find_map(|_| {
+                std::thread::sleep(Duration::from_millis(100));
+                let out = std::process::Command::new("journalctl").args(["-o", "json", "--no-pager"]).output().unwrap();
+                let lines = String::from_utf8(out.stdout).unwrap();
+                lines.lines().find(|line| line.contains(&marker)).map(str::to_owned)
+            })
+            .expect("the line is in the journal");
+        let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+        assert_eq!((&line["MESSAGE"], &line["PRIORITY"]), (&marker.into(), &"4".into()));
+        assert_eq!(line["MESSAGE_ID"], "0123456789abcdef0123456789abcdef");
+        assert_eq!((&line["LLMD_UID"], &line["LLMD_UNIT"]), (&"1000".into(), &"my app.service".into()));
     }
 }

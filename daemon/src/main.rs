@@ -13,15 +13,14 @@ use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llmd::config::{self, Activations, Isa, KvSize, KvType, MetricsAddress, SchedulerPolicy, Settings, Surroundings};
-use llmd::control::{self, ControlOptions, ModelInfo};
-use llmd::engine::{self, Ended, Engine, Event};
+use llmd::config::{self, ConfigError, MetricsAddress, Settings, Surroundings};
+use llmd::control::{self, ControlOptions};
+use llmd::engine::{self, Engine, Event, Outcome};
 use llmd::intake::{self, Intake};
 use llmd::kv_cache::block::BLOCK_TOKENS;
 use llmd::listen::{AnyListener, BoundUnix, Passed};
 use llmd::logging;
 use llmd::metrics::{Metrics, State};
-use llmd::model::runner::Runner;
 use llmd::notifier::Notifier;
 use llmd::outbox::Outbox;
 use llmd::serve;
@@ -42,12 +41,12 @@ fn main() -> ExitCode {
     };
     let told = match config::told(std::env::args()) {
         Ok(told) => told,
-        Err(error) => return error.report(),
+        Err(error) => return misconfigured(error),
     };
     let around = Surroundings::observe(passed.socket.is_some(), passed.control.is_some());
     let settings = match told.config.resolve(&told.origins, &around) {
         Ok(settings) => settings,
-        Err(error) => return error.report(),
+        Err(error) => return misconfigured(error),
     };
     if told.print_config {
         print!("{}", settings.to_toml());
@@ -69,8 +68,8 @@ fn main() -> ExitCode {
         watch_stdin();
     }
     let code = match run(&settings, passed, &signals) {
-        Ok(Ended::Drained) => ExitCode::SUCCESS,
-        Ok(Ended::Stopped { cut_off }) => {
+        Ok(Outcome::Drained) => ExitCode::SUCCESS,
+        Ok(Outcome::Stopped { cut_off }) => {
             log::warn!("{cut_off} requests were cut off: they did not end within drain_timeout");
             ExitCode::FAILURE
         }
@@ -86,6 +85,17 @@ fn main() -> ExitCode {
 fn usage(message: &str) -> ExitCode {
     eprintln!("{message}");
     ExitCode::from(2)
+}
+
+/// Help and version are "errors" too, of exit code 0.
+fn misconfigured(error: ConfigError) -> ExitCode {
+    match error {
+        ConfigError::CommandLine(error) => {
+            let _ = error.print();
+            ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
+        }
+        error => usage(&format!("llmd: {error}")),
+    }
 }
 
 /// A panic is a defect: the daemon ends at once and is restarted, instead of living on with a thread missing. The intake
@@ -113,7 +123,7 @@ fn watch_stdin() {
     }
 }
 
-fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Ended, Box<dyn Error>> {
+fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome, Box<dyn Error>> {
     let began = Instant::now();
     let metrics = Arc::new(Metrics::new(BLOCK_TOKENS));
     metrics.set_state(State::Loading);
@@ -134,8 +144,8 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Ended, B
     let (http_listener, _http_file) = match (passed.metrics, &settings.metrics) {
         (Some(listener), _) => (Some(listener), None),
         (None, Some(MetricsAddress::Tcp(address))) => {
-            let listener = std::net::TcpListener::bind(address)
-                .map_err(|e| format!("cannot serve metrics on {address}: {e}"))?;
+            let listener =
+                std::net::TcpListener::bind(address).map_err(|e| format!("cannot serve metrics on {address}: {e}"))?;
             log::info!("metrics: http://{}/metrics", listener.local_addr()?);
             (Some(AnyListener::Tcp(listener)), None)
         }
@@ -183,7 +193,9 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Ended, B
         context_max: loaded.context_max,
         salt: std::hash::RandomState::new(),
     });
-    intake::spawn_workers(INTAKE_THREADS, &intake, worker_jobs, &events)?;
+    let answers = events.clone();
+    let answer = move |verdict| answers.send(Event::Intake(verdict)).is_ok();
+    intake::spawn_workers(INTAKE_THREADS, &intake, worker_jobs, answer)?;
     let (notifier, _) = Notifier::spawn(Arc::clone(&metrics))?;
     let (step_log, step_log_thread) = match &settings.step_log {
         Some(path) => {
@@ -214,7 +226,11 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Ended, B
         requests_per_session_max: settings.requests_per_session as u32,
     };
     let outlets = Outlets {
-        events: events.clone(),
+        arrivals: {
+            let events = events.clone();
+            // An error says that the engine has ended, and with it everything there is to tell.
+            Box::new(move |arrival| drop(events.send(Event::Session(arrival))))
+        },
         jobs,
         table,
         metrics: Arc::clone(&metrics),
@@ -250,7 +266,7 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Ended, B
         let _ = thread.join();
     }
     let ended = ended?;
-    if ended == Ended::Drained {
+    if ended == Outcome::Drained {
         log::info!("drained after {:.1} s of service", began.elapsed().as_secs_f64());
     }
     Ok(ended)

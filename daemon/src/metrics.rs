@@ -9,17 +9,18 @@
 //! Numbers that belong together are stored or read together, so that every text agrees with itself: accepted = ended +
 //! live, and free + cached + owned = all blocks. Waiting and running are as of the engine's last step.
 
+mod latency;
+mod text;
+
+pub use latency::{LATENCY_BOUNDS, LatencyCounts};
+
 use prometheus::core::Collector;
-use prometheus::proto::{Counter, Gauge, LabelPair, Metric, MetricFamily, MetricType};
+use prometheus::proto::{Metric, MetricFamily, MetricType};
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntGauge, Registry, TextEncoder};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use text::{counter, family, gauge, renamed};
 
-/// Upper bounds of latencies, in seconds: 100 us to 100 s, five to a decade (Renard's R5 series).
-pub const LATENCY_BOUNDS: [f64; 31] = [
-    1.0e-4, 1.6e-4, 2.5e-4, 4.0e-4, 6.3e-4, 1.0e-3, 1.6e-3, 2.5e-3, 4.0e-3, 6.3e-3, 1.0e-2, 1.6e-2, 2.5e-2, 4.0e-2,
-    6.3e-2, 1.0e-1, 1.6e-1, 2.5e-1, 4.0e-1, 6.3e-1, 1.0, 1.6, 2.5, 4.0, 6.3, 10.0, 16.0, 25.0, 40.0, 63.0, 100.0,
-];
 /// Upper bounds of counts of tokens and sequences in a step.
 pub const COUNT_BOUNDS: [f64; 16] =
     [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0];
@@ -102,7 +103,7 @@ pub struct StepSample {
 /// How one accepted request went.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Finished {
-    /// Why it ended: a word of `llmd_protocol::control::finish_name` or `reject_name`.
+    /// Why it ended: a word of the protocol's `FinishReason::name` or `Reject::name`.
     pub reason: &'static str,
     /// Tokens generated.
     pub output_tokens: u64,
@@ -336,7 +337,7 @@ impl Metrics {
         self.prompt_tokens.inc_by(prompt_tokens as u64);
     }
 
-    /// A request was refused before it was accepted; `reason` is a word of `llmd_protocol::control::reject_name`.
+    /// A request was refused before it was accepted; `reason` is a word of the protocol's `Reject::name`.
     pub fn rejected(&self, reason: &'static str) {
         let index = REJECTED.iter().position(|r| *r == reason).unwrap_or(REJECTED.len() - 1);
         self.rejected[index].fetch_add(1, Ordering::Relaxed);
@@ -532,296 +533,5 @@ fn unpack(word: u64) -> (u64, u64) {
     (word >> 32, word & u64::from(u32::MAX))
 }
 
-fn labels(pairs: &[(&str, &str)]) -> Vec<LabelPair> {
-    pairs
-        .iter()
-        .map(|(name, value)| {
-            let mut pair = LabelPair::default();
-            pair.set_name((*name).to_owned());
-            pair.set_value((*value).to_owned());
-            pair
-        })
-        .collect()
-}
-
-fn counter(value: u64, pairs: &[(&str, &str)]) -> Metric {
-    let mut counter = Counter::default();
-    counter.set_value(value as f64);
-    let mut metric = Metric::from_label(labels(pairs));
-    metric.set_counter(counter);
-    metric
-}
-
-fn gauge(value: f64, pairs: &[(&str, &str)]) -> Metric {
-    let mut gauge = Gauge::default();
-    gauge.set_value(value);
-    let mut metric = Metric::from_label(labels(pairs));
-    metric.set_gauge(gauge);
-    metric
-}
-
-fn family(name: &str, help: &str, ty: MetricType, metrics: impl IntoIterator<Item = Metric>) -> MetricFamily {
-    let mut family = MetricFamily::default();
-    family.set_name(name.to_owned());
-    family.set_help(help.to_owned());
-    family.set_field_type(ty);
-    family.set_metric(metrics.into_iter().collect());
-    family
-}
-
-/// `own` under another name and with other labels.
-fn renamed(own: &MetricFamily, name: &str, pairs: &[(&str, &str)]) -> MetricFamily {
-    let mut family = own.clone();
-    family.set_name(name.to_owned());
-    for metric in family.mut_metric() {
-        metric.set_label(labels(pairs));
-    }
-    family
-}
-
-/// How often a latency fell below each of [`LATENCY_BOUNDS`] but not below the one before, and above the last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LatencyCounts([u64; LATENCY_BOUNDS.len() + 1]);
-
-impl LatencyCounts {
-    /// What came since `earlier`.
-    pub fn since(&self, earlier: &Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i].saturating_sub(earlier.0[i])))
-    }
-
-    /// Number of observations.
-    pub fn total(&self) -> u64 {
-        self.0.iter().sum()
-    }
-
-    /// The latency that a part `q` (0 to 1) of the observations stays below, in seconds, taken as spread evenly within a
-    /// bucket; None without observations. Above the last bound the bound itself is given.
-    pub fn quantile(&self, q: f64) -> Option<f64> {
-        let total = self.total();
-        if total == 0 {
-            return None;
-        }
-        let rank = q.clamp(0.0, 1.0) * total as f64;
-        let mut below = 0.0;
-        for (i, count) in self.0.iter().map(|n| *n as f64).enumerate() {
-            if count > 0.0 && below + count >= rank {
-                let upper = LATENCY_BOUNDS.get(i).copied().unwrap_or(LATENCY_BOUNDS[LATENCY_BOUNDS.len() - 1]);
-                let lower = if i == 0 { 0.0 } else { LATENCY_BOUNDS[i - 1] };
-                return Some(lower + (upper - lower).max(0.0) * (rank - below) / count);
-            }
-            below += count;
-        }
-        Some(LATENCY_BOUNDS[LATENCY_BOUNDS.len() - 1])
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::Arc;
-    use std::sync::atomic::AtomicBool;
-
-    /// The value of the sample whose name and labels are `series`.
-    fn value(text: &str, series: &str) -> f64 {
-        text.lines()
-            .find_map(|line| line.strip_prefix(series).and_then(|rest| rest.strip_prefix(' ')))
-            .unwrap_or_else(|| panic!("no {series} in\n{text}"))
-            .parse()
-            .unwrap()
-    }
-
-    fn finished(reason: &'static str) -> Finished {
-        let some = Some(0.2);
-        Finished {
-            reason,
-            output_tokens: 5,
-            seconds: 0.5,
-            queue_seconds: 0.01,
-            prefill_seconds: some,
-            decode_seconds: some,
-        }
-    }
-
-    #[test]
-    fn every_alias_shows_the_number_of_its_own_name() {
-        let metrics = Metrics::new(16);
-        metrics.set_model("tiny");
-        metrics.accepted(100);
-        metrics.accepted(50);
-        metrics.load(1, 1);
-        metrics.kv(5, 2, 3, 10);
-        metrics.step(StepSample {
-            seconds: 0.02,
-            prefill_tokens: 150,
-            decode_tokens: 4,
-            sampled_tokens: 6,
-            sequences: 3,
-        });
-        metrics.first_token(0.3);
-        metrics.inter_token(0.02);
-        metrics.preempted(2);
-        metrics.prefix(150, 32);
-        metrics.finished(finished("stop_string"));
-        let text = metrics.render();
-        let model = "model_name=\"tiny\"";
-        let vllm = |name: &str| value(&text, &format!("vllm:{name}{{{model},engine=\"0\"}}"));
-        assert_eq!(vllm("num_requests_waiting"), 1.0);
-        assert_eq!(vllm("num_requests_running"), 1.0);
-        assert_eq!(vllm("kv_cache_usage_perc"), 0.3);
-        assert_eq!(vllm("prompt_tokens_total"), 150.0);
-        assert_eq!(vllm("generation_tokens_total"), 6.0);
-        assert_eq!(vllm("num_preemptions_total"), 2.0);
-        assert_eq!(vllm("prefix_cache_queries_total"), 150.0);
-        assert_eq!(vllm("prefix_cache_hits_total"), 32.0);
-        assert_eq!(vllm("iteration_tokens_total_sum"), 154.0);
-        for histogram in [
-            "time_to_first_token_seconds",
-            "inter_token_latency_seconds",
-            "e2e_request_latency_seconds",
-            "request_queue_time_seconds",
-            "request_prefill_time_seconds",
-            "request_decode_time_seconds",
-        ] {
-            assert_eq!(vllm(&format!("{histogram}_count")), 1.0, "{histogram}");
-        }
-        let success = |word| format!("vllm:request_success_total{{{model},engine=\"0\",finished_reason=\"{word}\"}}");
-        assert_eq!(value(&text, &success("stop")), 1.0);
-        assert_eq!(value(&text, &success("abort")), 0.0);
-        let cache = format!("vllm:cache_config_info{{{model},engine=\"0\",block_size=\"16\",num_gpu_blocks=\"10\"}}");
-        assert_eq!(value(&text, &cache), 1.0);
-        assert_eq!(value(&text, "llmd_kv_blocks{state=\"owned\"}"), 3.0);
-        assert_eq!(value(&text, "llmd_queue_seconds_count{class=\"default\"}"), 1.0);
-        assert_eq!(value(&text, "llmd_step_tokens_sum{kind=\"decode\"}"), 4.0);
-        assert_eq!(value(&text, "llmd_requests_live"), 1.0);
-    }
-
-    #[test]
-    fn the_text_is_well_formed() {
-        let text = Metrics::new(16).render();
-        let mut families = Vec::new();
-        for line in text.lines() {
-            if let Some(rest) = line.strip_prefix("# TYPE ") {
-                families.push(rest.split(' ').next().unwrap());
-                continue;
-            }
-            if line.starts_with('#') {
-                continue;
-            }
-            let (series, number) = line.rsplit_once(' ').unwrap();
-            number.parse::<f64>().unwrap();
-            let name = series.split('{').next().unwrap();
-            assert!(name.starts_with(families.last().unwrap()), "{line} stands under {:?}", families.last());
-        }
-        let mut unique = families.clone();
-        unique.dedup();
-        assert_eq!(unique, families, "each family stands once, in order");
-        assert!(families.is_sorted());
-    }
-
-    /// Idle means zero for each gauge that speaks of load; what describes the daemon stays.
-    #[test]
-    fn gauges_of_load_are_zero_when_idle() {
-        let metrics = Metrics::new(16);
-        metrics.accepted(7);
-        metrics.load(0, 1);
-        metrics.kv(4, 0, 6, 10);
-        metrics.finished(finished("length"));
-        metrics.load(0, 0);
-        metrics.kv(7, 3, 0, 10);
-        let text = metrics.render();
-        for name in
-            ["requests_waiting", "requests_running", "requests_live", "kv_usage_ratio", "sessions", "spill_bytes"]
-        {
-            assert_eq!(value(&text, &format!("llmd_{name}")), 0.0, "{name}");
-        }
-        assert_eq!(value(&text, "llmd_kv_blocks{state=\"owned\"}"), 0.0);
-    }
-
-    #[test]
-    fn ready_follows_the_state() {
-        let metrics = Metrics::new(16);
-        assert_eq!(value(&metrics.render(), "llmd_ready"), 0.0);
-        metrics.set_state(State::Ready);
-        assert_eq!(value(&metrics.render(), "llmd_ready"), 1.0);
-        metrics.set_state(State::Draining);
-        assert_eq!((value(&metrics.render(), "llmd_ready"), metrics.state()), (0.0, State::Draining));
-    }
-
-    #[test]
-    fn every_word_of_the_protocol_is_a_label_of_its_own() {
-        use llmd_protocol::control::{finish_name, reject_name};
-        use llmd_protocol::message::{FinishReason, Reject};
-        let rejects = [
-            Reject::Malformed,
-            Reject::InvalidParameter,
-            Reject::TokenOutOfVocabulary,
-            Reject::NeverFits,
-            Reject::EmptyPrompt,
-            Reject::Busy,
-            Reject::Draining,
-            Reject::DuplicateRequest,
-            Reject::ChatTemplate,
-            Reject::SlowReader,
-            Reject::KvExhausted,
-            Reject::Internal,
-        ];
-        let metrics = Metrics::new(16);
-        rejects.iter().for_each(|r| metrics.rejected(reject_name(*r)));
-        metrics.rejected("something new");
-        assert_eq!(metrics.totals().rejected, REJECTED.map(|reason| (reason, 1)));
-        for reason in [FinishReason::Stop, FinishReason::StopString, FinishReason::Length, FinishReason::Cancelled] {
-            metrics.finished(finished(finish_name(reason)));
-        }
-        assert!(metrics.totals().ended.iter().all(|(reason, n)| *reason != "other" && *n == 1));
-    }
-
-    /// While requests come and go, no text ever shows more ends than acceptances, or blocks that do not add up.
-    #[test]
-    fn numbers_agree_at_every_moment() {
-        let metrics = Arc::new(Metrics::new(16));
-        metrics.kv(64, 0, 0, 64);
-        let stop = Arc::new(AtomicBool::new(false));
-        let writer = std::thread::spawn({
-            let (metrics, stop) = (metrics.clone(), stop.clone());
-            move || {
-                let mut n = 0;
-                while !stop.load(Ordering::Relaxed) {
-                    metrics.accepted(3);
-                    metrics.kv(64 - n % 64, n % 64 / 2, n % 64 - n % 64 / 2, 64);
-                    metrics.finished(finished("stop"));
-                    n += 1;
-                }
-            }
-        });
-        for _ in 0..30 {
-            let text = metrics.render();
-            let accepted = value(&text, "llmd_requests_accepted_total");
-            let ended: f64 =
-                ENDED.iter().map(|(r, _)| value(&text, &format!("llmd_requests_ended_total{{reason=\"{r}\"}}"))).sum();
-            assert_eq!(accepted, ended + value(&text, "llmd_requests_live"));
-            let blocks = metrics.kv_blocks();
-            assert_eq!(blocks.free + blocks.cached + blocks.owned, 64);
-        }
-        stop.store(true, Ordering::Relaxed);
-        writer.join().unwrap();
-    }
-
-    #[test]
-    fn quantiles_come_from_the_right_bucket() {
-        let metrics = Metrics::new(16);
-        assert_eq!(metrics.latency(Latency::InterToken).quantile(0.5), None);
-        (0..98).for_each(|_| metrics.inter_token(0.012));
-        let before = metrics.latency(Latency::InterToken);
-        metrics.inter_token(3.0);
-        metrics.inter_token(500.0);
-        let counts = metrics.latency(Latency::InterToken);
-        assert_eq!(counts.total(), 100);
-        let p50 = counts.quantile(0.5).unwrap();
-        assert!((0.010..0.016).contains(&p50), "{p50}");
-        let p99 = counts.quantile(0.99).unwrap();
-        assert!((2.5..=4.0).contains(&p99), "{p99}");
-        assert_eq!(counts.quantile(1.0), Some(100.0));
-        assert_eq!(counts.since(&before).total(), 2);
-        assert!(LATENCY_BOUNDS.is_sorted() && COUNT_BOUNDS.is_sorted());
-    }
-}
+mod tests;

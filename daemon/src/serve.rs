@@ -11,9 +11,9 @@ use crate::backend::cpu::CpuBackend;
 use crate::config::{Activations, Device, Isa, KvSize, KvType, SchedulerPolicy, Settings};
 use crate::control::ModelInfo;
 use crate::kv_cache::block::BLOCK_TOKENS;
+use crate::model::LoadedModel;
 use crate::model::runner::{ModelRunner, Runner, RunnerLimits};
 use crate::model::sizing::{KvBudget, available_memory};
-use crate::model::LoadedModel;
 use crate::sampler::Sampler;
 use crate::scheduler::{Policy, Scheduler, SchedulerSettings};
 use crate::text::chat_template::ChatTemplate;
@@ -82,7 +82,7 @@ pub fn load(settings: &Settings, progress: &mut dyn FnMut(u64, u64)) -> Result<L
         context_max,
         kv_blocks: memory.kv_blocks,
         prefix_cache: settings.prefix_cache,
-    });
+    })?;
     let model_status = ModelStatus {
         name: model.name.clone(),
         path: settings.model.display().to_string(),

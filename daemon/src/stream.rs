@@ -16,6 +16,8 @@ pub struct Stream {
     pub request: u32,
     /// From ids to text, stop strings included.
     pub text: TextStream,
+    /// Tokens delivered.
+    pub tokens: u32,
     /// When it was taken from the ring.
     pub received: Instant,
     /// When it first got blocks.
@@ -41,6 +43,7 @@ impl Stream {
             session,
             request,
             text: TextStream::new(Arc::clone(tokenizer), stop, min_tokens).after(prompt),
+            tokens: 0,
             received,
             admitted: None,
             first_token: None,

@@ -235,32 +235,14 @@ pub struct ClientStatus {
     pub tokens_out: u64,
 }
 
-/// The word for a finish reason in metrics, in the step log and in JSON.
+/// [`FinishReason::name`] as a function.
 pub fn finish_name(reason: FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::StopString => "stop_string",
-        FinishReason::Length => "length",
-        FinishReason::Cancelled => "cancelled",
-    }
+    reason.name()
 }
 
-/// The word for a reject in metrics, in logs and in JSON.
+/// [`Reject::name`] as a function.
 pub fn reject_name(reject: Reject) -> &'static str {
-    match reject {
-        Reject::Malformed => "malformed",
-        Reject::InvalidParameter => "invalid_parameter",
-        Reject::TokenOutOfVocabulary => "token_out_of_vocabulary",
-        Reject::NeverFits => "never_fits",
-        Reject::EmptyPrompt => "empty_prompt",
-        Reject::Busy => "busy",
-        Reject::Draining => "draining",
-        Reject::DuplicateRequest => "duplicate_request",
-        Reject::ChatTemplate => "chat_template",
-        Reject::SlowReader => "slow_reader",
-        Reject::KvExhausted => "kv_exhausted",
-        Reject::Internal => "internal",
-    }
+    reject.name()
 }
 
 /// What went wrong with a frame or a conversation.

@@ -5,6 +5,10 @@
 //! refused, an unknown optional one is skipped, so the message can grow and a client in another language can write it.
 //! Answers travel as fixed completion slots; see `layout.rs`.
 
+use std::fmt;
+
+use crate::limits;
+
 /// Who said a message of a chat, in the words chat templates use ("system", "user", "assistant", "tool").
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatMessage {
@@ -89,6 +93,83 @@ pub struct GenerateRequest {
     pub sampling: SamplingParams,
 }
 
+impl GenerateRequest {
+    /// A request with these words as its prompt and the default sampling.
+    pub fn text(prompt: impl Into<String>) -> Self {
+        Self { prompt: Prompt::Text(prompt.into()), sampling: SamplingParams::default() }
+    }
+
+    /// A request for the next answer in this chat, with the default sampling.
+    pub fn chat(messages: Vec<ChatMessage>) -> Self {
+        Self { prompt: Prompt::Chat(messages), sampling: SamplingParams::default() }
+    }
+
+    /// The same request with `max_tokens`.
+    pub fn max_tokens(mut self, max_tokens: u32) -> Self {
+        self.sampling.max_tokens = max_tokens;
+        self
+    }
+
+    /// Checks every range that does not depend on the model. The client asks before it sends, the daemon before it
+    /// believes.
+    pub fn validate(&self) -> Result<(), InvalidParameter> {
+        match &self.prompt {
+            Prompt::Text(_) | Prompt::Tokens(_) => {}
+            Prompt::Chat(messages) => {
+                check("messages", (1..=limits::CHAT_MESSAGES_MAX).contains(&messages.len()), "1..=4096 messages")?;
+                let roles_fit = messages.iter().all(|m| (1..=limits::CHAT_ROLE_BYTES_MAX).contains(&m.role.len()));
+                check("messages.role", roles_fit, "a name of 1..=64 bytes")?;
+            }
+        }
+        self.sampling.validate()
+    }
+}
+
+impl SamplingParams {
+    /// Checks every range that does not depend on the model.
+    pub fn validate(&self) -> Result<(), InvalidParameter> {
+        // A NaN is in no range, so each of these refuses it.
+        check("temperature", (0.0..=limits::TEMPERATURE_MAX).contains(&self.temperature), "a number in 0..=100")?;
+        check("top_p", self.top_p > 0.0 && self.top_p <= 1.0, "a number above 0 and at most 1")?;
+        check("min_p", (0.0..=1.0).contains(&self.min_p), "a number in 0..=1")?;
+        let repetition = self.repetition_penalty;
+        let fits = repetition > 0.0 && repetition <= limits::REPETITION_PENALTY_MAX;
+        check("repetition_penalty", fits, "a number above 0 and at most 10")?;
+        let penalty = -limits::PENALTY_ABS_MAX..=limits::PENALTY_ABS_MAX;
+        check("presence_penalty", penalty.contains(&self.presence_penalty), "a number in -10..=10")?;
+        check("frequency_penalty", penalty.contains(&self.frequency_penalty), "a number in -10..=10")?;
+        check("max_tokens", self.max_tokens <= limits::OUTPUT_TOKENS_MAX, "at most 16777216")?;
+        check("min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")?;
+        check("stop_token_ids", self.stop_token_ids.len() <= limits::STOP_TOKEN_IDS_MAX, "at most 128 ids")?;
+        check("stop", self.stop.len() <= limits::STOP_STRINGS_MAX, "at most 16 strings")?;
+        let strings_fit = self.stop.iter().all(|s| (1..=limits::STOP_STRING_BYTES_MAX).contains(&s.len()));
+        check("stop", strings_fit, "strings of 1..=256 bytes")
+    }
+}
+
+fn check(field: &'static str, holds: bool, rule: &'static str) -> Result<(), InvalidParameter> {
+    if holds { Ok(()) } else { Err(InvalidParameter { field, rule }) }
+}
+
+/// A parameter outside its range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{field} must be {rule}")]
+pub struct InvalidParameter {
+    /// The field's name, as in [`SamplingParams`].
+    pub field: &'static str,
+    /// What it must be.
+    pub rule: &'static str,
+}
+
+// The rules are spelled out in words above; this is where the words would go wrong.
+const _: () = {
+    assert!(limits::CHAT_MESSAGES_MAX == 4096 && limits::CHAT_ROLE_BYTES_MAX == 64);
+    assert!(limits::TEMPERATURE_MAX == 100.0 && limits::REPETITION_PENALTY_MAX == 10.0);
+    assert!(limits::PENALTY_ABS_MAX == 10.0 && limits::OUTPUT_TOKENS_MAX == 16_777_216);
+    assert!(limits::STOP_TOKEN_IDS_MAX == 128 && limits::STOP_STRINGS_MAX == 16);
+    assert!(limits::STOP_STRING_BYTES_MAX == 256);
+};
+
 /// Why a generation ended well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -131,6 +212,86 @@ pub enum Reject {
     KvExhausted = 11,
     /// A fault of the daemon's own; its log has the details.
     Internal = 12,
+}
+
+impl FinishReason {
+    /// The word for it in metrics, logs and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::StopString => "stop_string",
+            Self::Length => "length",
+            Self::Cancelled => "cancelled",
+        }
+    }
+
+    /// The number that travels.
+    pub fn number(self) -> u8 {
+        self as u8
+    }
+
+    /// The reason of a number; None for a number of a later version.
+    pub fn from_number(number: u8) -> Option<Self> {
+        [Self::Stop, Self::StopString, Self::Length, Self::Cancelled].into_iter().find(|r| r.number() == number)
+    }
+}
+
+impl fmt::Display for FinishReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Reject {
+    /// Every reason there is.
+    pub const ALL: [Self; 12] = [
+        Self::Malformed,
+        Self::InvalidParameter,
+        Self::TokenOutOfVocabulary,
+        Self::NeverFits,
+        Self::EmptyPrompt,
+        Self::Busy,
+        Self::Draining,
+        Self::DuplicateRequest,
+        Self::ChatTemplate,
+        Self::SlowReader,
+        Self::KvExhausted,
+        Self::Internal,
+    ];
+
+    /// The number that travels.
+    pub fn number(self) -> u32 {
+        self as u32
+    }
+
+    /// The reason of a number; None for a number of a later version.
+    pub fn from_number(number: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|r| r.number() == number)
+    }
+
+    /// Its name in metrics, logs and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Malformed => "malformed",
+            Self::InvalidParameter => "invalid_parameter",
+            Self::TokenOutOfVocabulary => "token_out_of_vocabulary",
+            Self::NeverFits => "never_fits",
+            Self::EmptyPrompt => "empty_prompt",
+            Self::Busy => "busy",
+            Self::Draining => "draining",
+            Self::DuplicateRequest => "duplicate_request",
+            Self::ChatTemplate => "chat_template",
+            Self::SlowReader => "slow_reader",
+            Self::KvExhausted => "kv_exhausted",
+            Self::Internal => "internal",
+        }
+    }
+}
+
+impl fmt::Display for Reject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 /// What a finished request used.

@@ -25,6 +25,7 @@ import torch
 from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama import modeling_llama
 
 MADE_WITH = {"torch": "2.11.0", "transformers": "5.24.0", "gguf": "0.19.0", "tokenizers": "0.23.3", "numpy": "2.4.6"}
 GREEDY_TOKENS = 64
@@ -167,6 +168,45 @@ def record(model, ids, sampled_ids):
     }
 
 
+def round_int8(x):
+    blocks = x.unflatten(-1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, torch.round(blocks / scale) * scale, 0.0).reshape(x.shape)
+
+
+def round_bf16(x):
+    return x.to(torch.bfloat16).to(torch.float32)
+
+
+@torch.no_grad()
+def record_rounding(model, ids, entry, sampled_ids):
+    """What int8 activations and bf16 keys and values do to the logits recorded in `entry`."""
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            hooks.append(module.register_forward_pre_hook(lambda _, inputs: (round_int8(inputs[0]),)))
+        if name.endswith("v_proj"):
+            hooks.append(module.register_forward_hook(lambda _, inputs, out: round_bf16(out)))
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def rotate_and_round(q, k, *rest, **options):
+        q, k = rotate(q, k, *rest, **options)
+        return q, round_bf16(k)
+
+    modeling_llama.apply_rotary_pos_emb = rotate_and_round
+    try:
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    finally:
+        modeling_llama.apply_rotary_pos_emb = rotate
+        for hook in hooks:
+            hook.remove()
+    difference = logits[entry["top_ids"] + sampled_ids] - torch.tensor(entry["top_logits"] + entry["sampled_logits"])
+    return {
+        "rounded_difference_max": difference.abs().max().item(),
+        "rounded_difference_rms": difference.square().mean().sqrt().item(),
+    }
+
+
 def main():
     arguments = argparse.ArgumentParser(description="Record reference logits and tokens.")
     arguments.add_argument("gguf")
@@ -185,8 +225,18 @@ def main():
     entries = []
     for name, text, ids in prompts(tokenizer, value("tokenizer.chat_template")):
         entry = {"name": name, "text": text, "ids": ids} | record(model, ids, sampled_ids)
+        entry |= record_rounding(model, ids, entry, sampled_ids)
         entries.append(entry)
         print(f"{name:12} {len(ids):5} tokens, margin {entry['greedy_margin_min']:.4f}: {tokenizer.decode(entry['greedy'])[:60]!r}", flush=True)
+
+    with open(arguments.gguf, "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    head = {"model_file": os.path.basename(arguments.gguf), "model_sha256": digest, "made_with": have, "sampled_ids": sampled_ids}
+    write(arguments.output, head, entries)
+
+
+def write(path, head, entries):
+    """One prompt a line."""
 
     # Nine significant digits bring every f32 back exactly.
     def compact(item):
@@ -196,10 +246,7 @@ def main():
             return [compact(i) for i in item]
         return {k: compact(v) for k, v in item.items()} if isinstance(item, dict) else item
 
-    with open(arguments.gguf, "rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
-    with open(arguments.output, "w", encoding="utf-8") as file:
-        head = {"model_file": os.path.basename(arguments.gguf), "model_sha256": digest, "made_with": have, "sampled_ids": sampled_ids}
+    with open(path, "w", encoding="utf-8") as file:
         lines = ",\n".join(json.dumps(compact(e), ensure_ascii=True, separators=(",", ":")) for e in entries)
         file.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"prompts":[\n' + lines + "\n]}\n")
 

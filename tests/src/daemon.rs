@@ -52,6 +52,11 @@ impl Setup {
         Self { model: Model::Tiny(TinyModel::default()), arguments: Vec::new() }
     }
 
+    /// The tiny model's larger brother, for requests that must still be running in a moment.
+    pub fn slow() -> Self {
+        Self { model: Model::Tiny(TinyModel::slow()), arguments: Vec::new() }
+    }
+
     /// A model file.
     pub fn file(path: &Path) -> Self {
         Self { model: Model::File(path.to_path_buf()), arguments: Vec::new() }
@@ -162,9 +167,15 @@ impl Daemon {
         metric_in(&text, name)
     }
 
-    /// All steps computed so far.
+    /// All steps computed so far. The log is written by a thread that may lag behind, so this waits for it.
     pub fn steps(&self) -> Vec<Step> {
-        step_log::read(&self.folder.path.join("steps.jsonl"))
+        let computed = self.status().totals.steps;
+        let mut steps = Vec::new();
+        wait_until("the step log is complete", || {
+            steps = step_log::read(&self.folder.path.join("steps.jsonl"));
+            computed == 0 || steps.last().is_some_and(|last| last.step >= computed)
+        });
+        steps
     }
 
     /// What it logged so far.
@@ -294,11 +305,10 @@ pub fn program(variable: &str, name: &str) -> PathBuf {
     if let Some(path) = env::var_os(variable) {
         return path.into();
     }
-    let test = env::current_exe().expect("a path of one's own");
-    let folder = test.ancestors().nth(2).expect("test binaries lie in <target>/<profile>/deps");
-    let path = folder.join(name);
-    assert!(path.is_file(), "{} is not built: run `cargo build`, or the tests with `cargo xtask test`", path.display());
-    path
+    // <target>/<profile>/deps/TEST or <target>/<profile>/BENCHMARK.
+    let own = env::current_exe().expect("a path of one's own");
+    let beside = own.ancestors().skip(1).take(2).map(|folder| folder.join(name)).find(|path| path.is_file());
+    beside.unwrap_or_else(|| panic!("{name} is not built: run `cargo build`, or the tests with `cargo xtask test`"))
 }
 
 /// The default model in the cache folder, where `cargo xtask setup` puts it.

@@ -10,6 +10,10 @@ use std::path::Path;
 pub struct Step {
     /// Its number.
     pub step: u64,
+    /// How long it took.
+    pub seconds: f64,
+    /// Sequences in the queue after it.
+    pub waiting: u64,
     /// Who computed how many tokens.
     pub entries: Vec<Entry>,
     /// Sequences taken from the queue for this step.
@@ -125,6 +129,8 @@ mod tests {
         let entry = |e: &(&str, u64, bool)| Entry { sequence: e.0.into(), start: 0, tokens: e.1, samples: e.2 };
         Step {
             step: number,
+            seconds: 0.001,
+            waiting: 0,
             entries: entries.iter().map(entry).collect(),
             admitted: own(admitted),
             preempted: vec![],

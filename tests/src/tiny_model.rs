@@ -55,6 +55,12 @@ impl Default for TinyModel {
 }
 
 impl TinyModel {
+    /// Larger: a step takes a sizeable part of a millisecond, so that a request of thousands of tokens is surely still
+    /// running when a test does something to it.
+    pub fn slow() -> Self {
+        Self { layers: 8, hidden: 256, heads: 4, kv_heads: 2, feed_forward: 512, context: 4096, seed: 1 }
+    }
+
     /// Writes the model to `path`.
     pub fn write(&self, path: &Path) -> std::io::Result<()> {
         fs::write(path, self.writer().bytes())
@@ -156,7 +162,7 @@ pub struct Random(pub u64);
 
 impl Random {
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -166,14 +172,14 @@ impl Random {
 
     /// A number from `low` to `high`, both included.
     pub fn between(&mut self, low: u32, high: u32) -> u32 {
-        low + (self.next() % u64::from(high - low + 1)) as u32
+        low + (self.bits() % u64::from(high - low + 1)) as u32
     }
 
     /// `count` numbers, nearly normal, of the given standard deviation: sums of twelve uniform ones (Irwin-Hall), which
     /// need no logarithm and so are the same bits everywhere.
     pub fn normals(&mut self, count: usize, deviation: f32) -> Vec<f32> {
         let uniform = |bits: u64| (bits >> 40) as f32 / (1u64 << 24) as f32;
-        (0..count).map(|_| ((0..12).map(|_| uniform(self.next())).sum::<f32>() - 6.0) * deviation).collect()
+        (0..count).map(|_| ((0..12).map(|_| uniform(self.bits())).sum::<f32>() - 6.0) * deviation).collect()
     }
 }
 

@@ -19,8 +19,15 @@ use serde::Deserialize;
 /// With f32 activations and f32 keys and values only the order of sums differs from transformers'.
 const F32_LOGIT_TOLERANCE: f32 = 1e-3;
 
-/// With int8 activations (scales per 32 elements) and bf16 keys and values. Measured: see the test's output.
-const INT8_LOGIT_TOLERANCE: f32 = 3.0;
+/// With int8 activations (a scale per 32 elements) and bf16 keys and values, the most that a logit may differ. Rounding
+/// alone, done in transformers itself, moves logits of these prompts (which span about 40) by 0.2 to 1.2
+/// (`rounded_difference_max`); rounding errors grow chaotically, so kernels that round a sum differently land elsewhere
+/// in that range. Measured: 0.2 to 1.4.
+const INT8_LOGIT_TOLERANCE: f32 = 2.0;
+
+/// The mean over all prompts of the root mean square difference is steadier: it may be this much of what rounding alone
+/// gives (0.20). Measured: 1.0 to 1.1.
+const INT8_RMS_RATIO_MAX: f32 = 1.5;
 
 const TOKENS_PER_STEP_MAX: usize = 512;
 const SEQUENCES_MAX: usize = 32;
@@ -53,16 +60,23 @@ fn f32_mode_equals_transformers() {
 fn default_mode_is_near_transformers() {
     let _turn = turn();
     let outcome = compare(CpuOptions::default());
-    let mut agreeing_total = 0;
+    let tokenizer = Tokenizer::build(&load().tokenizer).expect("the default model's tokenizer");
+    let (mut agreeing_total, mut rms, mut rms_of_rounding) = (0, 0.0, 0.0);
     for (prompt, result) in RECORDINGS.prompts.iter().zip(&outcome) {
         let agreeing = prompt.greedy.iter().zip(&result.greedy).take_while(|(a, b)| a == b).count();
         agreeing_total += agreeing;
+        rms += result.logit_difference_rms;
+        rms_of_rounding += prompt.rounded_difference_rms;
         println!(
-            "int8 {:12} largest logit difference {:.3}, root mean square {:.3}; the first {agreeing} of {} greedy tokens agree",
+            "int8 {:12} largest logit difference {:.3}, root mean square {:.3} (rounding alone {:.3}, {:.3}); \
+             the first {agreeing} of {} greedy tokens agree: {:?}",
             prompt.name,
             result.logit_difference_max,
             result.logit_difference_rms,
-            prompt.greedy.len()
+            prompt.rounded_difference_max,
+            prompt.rounded_difference_rms,
+            prompt.greedy.len(),
+            tokenizer.decode(&result.greedy)
         );
         assert!(
             result.logit_difference_max <= INT8_LOGIT_TOLERANCE,
@@ -71,7 +85,9 @@ fn default_mode_is_near_transformers() {
             result.logit_difference_max
         );
     }
-    println!("int8 {agreeing_total} of {} greedy tokens agree", 64 * RECORDINGS.prompts.len());
+    let ratio = rms / rms_of_rounding;
+    println!("int8 {agreeing_total} of {} greedy tokens agree; {ratio:.2} x rounding alone", 64 * outcome.len());
+    assert!(ratio <= INT8_RMS_RATIO_MAX, "{ratio:.2} x what rounding explains");
 }
 
 #[test]
@@ -368,4 +384,6 @@ struct Recording {
     sampled_logits: Vec<f32>,
     greedy: Vec<u32>,
     greedy_margin_min: f32,
+    rounded_difference_max: f32,
+    rounded_difference_rms: f32,
 }

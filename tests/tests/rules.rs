@@ -46,7 +46,7 @@ const IMPURE: [&str; 8] = [
 const PROTOCOL: &[&str] = &["llmd_protocol"];
 const KERNELS: &[&str] = &["llmd_kernels"];
 
-const ROOMS: [Room; 22] = [
+const ROOMS: &[Room] = &[
     // Policy and its data: testable without a device, shared memory or a clock.
     Room { name: "sequence", rooms: &["kv_cache::block"], crates: &[], pure: true },
     Room { name: "plan", rooms: &["sequence"], crates: &[], pure: true },
@@ -62,8 +62,8 @@ const ROOMS: [Room; 22] = [
         pure: false,
     },
     Room { name: "sampler", rooms: &["batch", "config", "sequence"], crates: KERNELS, pure: true },
-    // Text: knows ids and strings, not who asked.
-    Room { name: "text", rooms: &[], crates: PROTOCOL, pure: true },
+    // Text: knows ids and strings, not who asked. Not pure: a chat template may ask for today's date.
+    Room { name: "text", rooms: &[], crates: PROTOCOL, pure: false },
     // The way in and out.
     Room { name: "listen", rooms: &[], crates: &["llmd_protocol", "nix"], pure: false },
     Room { name: "sessions", rooms: &["listen", "metrics"], crates: &["llmd_protocol", "nix"], pure: false },
@@ -88,19 +88,19 @@ const ROOMS: [Room; 22] = [
         crates: &["llmd_protocol", "tokio"],
         pure: false,
     },
+    // Where rooms are put together: the whole from settings, and the loop.
+    Room { name: "serve", rooms: &["*"], crates: &["llmd_protocol", "llmd_kernels"], pure: false },
     Room { name: "engine", rooms: &["*"], crates: &["llmd_protocol", "llmd_kernels", "nix"], pure: false },
 ];
 
-/// Where unsafe code may be: ring memory and its atomics, SIMD and mappings.
-const UNSAFE_IN: [&str; 2] = ["protocol/", "kernels/"];
+/// Where unsafe code may be: ring memory and its atomics, SIMD and mappings; and the tests that attack the mappings, which
+/// must do what no honest client does.
+const UNSAFE_IN: [&str; 3] = ["protocol/", "kernels/", "tests/tests/rings/"];
 
 /// Longest file.
 const LINES_MAX: usize = 600;
 /// Files that may be longer, and why.
-const LONG_FILES: [(&str, &str); 2] = [
-    ("daemon/src/config.rs", "every key is documented where it is defined, and there are thirty"),
-    ("daemon/src/metrics.rs", "one table of all metrics with their texts, aliases included"),
-];
+const LONG_FILES: [(&str, &str); 0] = [];
 
 /// The daemon's rooms that break a rule, as sentences. `files` are paths below `daemon/src` and their texts.
 fn broken_room_rules(files: &[(String, String)]) -> Vec<String> {

@@ -8,6 +8,9 @@ use std::process::{Command, ExitCode};
 
 /// Runs the benchmark `name`, or lists them; figures also go to `json` if there is one.
 pub fn bench(name: Option<&str>, json: Option<&Path>, arguments: &[String]) -> Result<ExitCode> {
+    if name.is_none() && (json.is_some() || !arguments.is_empty()) {
+        return Err(Failure::new("which benchmark? `cargo xtask bench` lists them"));
+    }
     let built = build::build(&["--release", "--package=llmd", "--package=llmctl", "--package=llmd-benches", "--bins"])?;
     let mut command = Command::new(built.program("llmd-benches")?);
     if let Some(name) = name {
@@ -16,8 +19,8 @@ pub fn bench(name: Option<&str>, json: Option<&Path>, arguments: &[String]) -> R
             .args(json.map(|path| [Path::new("--json"), path]).into_iter().flatten())
             .args(arguments)
             .env("LLMD_MODEL", setup::default_model()?);
-    } else if json.is_some() || !arguments.is_empty() {
-        return Err(Failure::new("which benchmark? `cargo xtask bench` lists them"));
+    } else {
+        command.arg("--help");
     }
     let status = command
         .env("LLMD_BIN", built.program("llmd")?)

@@ -20,6 +20,9 @@ const READY_WITHIN: Duration = Duration::from_secs(600);
 const STOPPED_WITHIN: Duration = Duration::from_secs(10);
 /// How often a running child is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Stands before the conversation. Small models keep to the point with one, and do not without: asked for the capital of
+/// France after the system text of its own template, the default model falls into French.
+const SYSTEM: &str = "You are a helpful assistant.";
 /// How much of the daemon's log is shown when something went wrong.
 const LOG_LINES_SHOWN: usize = 30;
 
@@ -40,8 +43,8 @@ pub fn run(model: Option<PathBuf>, daemon_arguments: &[String], prompt: &str) ->
     let mut llmctl = Command::new(built.program("llmctl")?);
     llmctl.arg("--socket").arg(&daemon.socket);
     match prompt {
-        "" => llmctl.arg("chat"),
-        prompt => llmctl.arg("generate").arg("--chat").arg("--").arg(prompt),
+        "" => llmctl.args(["chat", "--system", SYSTEM]),
+        prompt => llmctl.args(["generate", "--system", SYSTEM, "--", prompt]),
     };
     let status = llmctl.status().cannot("start llmctl")?;
     if !status.success() && daemon.child.try_wait().is_ok_and(|ended| ended.is_some()) {

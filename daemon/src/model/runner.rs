@@ -40,6 +40,8 @@ pub trait Runner: Send {
     /// work in place). The batch must keep within the limits and the blocks the runner was made with; an error ends the
     /// process.
     fn forward(&mut self, batch: &ForwardBatch) -> Result<&mut [f32], BackendError>;
+    /// Called once by the thread that will step; see [`Backend::bind_caller`].
+    fn bind_caller(&self);
     /// Copies a block's keys and values, all layers.
     fn copy_block(&mut self, from: BlockId, to: BlockId);
     /// Ids of the model; the length of a row of logits.
@@ -113,6 +115,10 @@ impl<B: Backend> Runner for ModelRunner<B> {
         let logits = &mut self.logits[..batch.logit_rows.len() * self.architecture.vocab_size];
         forward::forward(&mut self.backend, &self.architecture, &self.weights, &mut self.activations, batch, logits)?;
         Ok(logits)
+    }
+
+    fn bind_caller(&self) {
+        self.backend.bind_caller();
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) {

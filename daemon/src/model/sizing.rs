@@ -7,9 +7,9 @@ use crate::kv_cache::block::BLOCK_TOKENS;
 /// cache that holds the weights' file, the client's segments and everything else on the host.
 pub const AVAILABLE_FRACTION: f64 = 0.5;
 
-/// Bytes the cache takes at most when nobody says otherwise: 4 GiB hold 190,000 tokens of a 135M model in bf16, far more
-/// than a CPU serves at once, and a daemon that takes half of a large host by default is a bad guest.
-pub const DEFAULT_BYTES_MAX: u64 = 4 << 30;
+/// Bytes the cache takes at most when nobody says otherwise: 1 GiB holds 46,000 tokens of a 135M model in bf16, as much as a
+/// CPU serves at once; all of it is touched at start, and a daemon that takes half of a large host by default is a bad guest.
+pub const DEFAULT_BYTES_MAX: u64 = 1 << 30;
 
 /// Blocks without which no dialogue fits: 256 tokens.
 pub const BLOCKS_MIN: usize = 256 / BLOCK_TOKENS;
@@ -98,7 +98,7 @@ mod tests {
         let available = |bytes, sequences_max| KvBudget::Available { bytes, sequences_max };
         assert_eq!(available(100_000, 64).blocks(1000, 8192).unwrap(), 50, "half of what is there");
         assert_eq!(available(1 << 40, 2).blocks(1000, 8192).unwrap(), 1024, "no more than can be used");
-        assert_eq!(available(1 << 40, 4096).blocks(368_640, 8192).unwrap(), 11_650, "no more than 4 GiB");
+        assert_eq!(available(1 << 40, 4096).blocks(368_640, 8192).unwrap(), 2912, "no more than 1 GiB");
         assert_eq!(available(1 << 40, 1).blocks(1000, 20).unwrap(), BLOCKS_MIN);
     }
 

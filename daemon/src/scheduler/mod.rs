@@ -68,6 +68,8 @@ pub struct Scheduler {
     waiting: VecDeque<SequenceId>,
     /// In order of arrival; the first is the leader.
     running: Vec<SequenceId>,
+    /// Live, but not to be computed until resumed; in no order. They hold no blocks.
+    paused: Vec<SequenceId>,
     arrivals: u64,
     /// Number of the last plan.
     step: u64,
@@ -93,6 +95,7 @@ impl Scheduler {
             cache: KvCache::new(settings.usable_blocks(), settings.prefix_cache),
             waiting: VecDeque::with_capacity(settings.sequences_max_total()),
             running: Vec::with_capacity(settings.sequences_running_max),
+            paused: Vec::new(),
             arrivals: 0,
             step: 0,
             in_flight: false,
@@ -164,6 +167,27 @@ impl Scheduler {
         running
     }
 
+    /// Sets a live sequence aside until [`resume`](Self::resume): nobody reads what it would produce. A running one gives its
+    /// blocks back, of which the full ones stay cached. Nothing happens when it is set aside already or not live.
+    ///
+    /// # Panics
+    /// Between a plan and its commit.
+    pub fn pause(&mut self, id: SequenceId) {
+        self.preempt(id);
+        if self.arena.get(id).is_some() && !self.paused.contains(&id) {
+            self.leave_waiting(id);
+            self.paused.push(id);
+        }
+    }
+
+    /// Puts a sequence that was set aside back into the queue, at the place of its arrival.
+    pub fn resume(&mut self, id: SequenceId) {
+        if let Some(place) = self.paused.iter().position(|&paused| paused == id) {
+            self.paused.swap_remove(place);
+            self.enter_waiting(id);
+        }
+    }
+
     /// A live sequence. The engine's batch reads `tokens` and `block_table` here.
     pub fn sequence(&self, id: SequenceId) -> Option<&Sequence> {
         self.arena.get(id)
@@ -194,12 +218,12 @@ impl Scheduler {
         self.arena.len()
     }
 
-    /// Whether the next plan will have entries. Whatever is live can be computed: nothing waits for an event.
+    /// Whether the next plan will have entries. Whatever is live and not paused can be computed.
     pub fn has_work(&self) -> bool {
-        !self.arena.is_empty()
+        !(self.waiting.is_empty() && self.running.is_empty())
     }
 
-    /// Whether nothing is waiting and nothing running.
+    /// Whether nothing is waiting, running or paused.
     pub fn drained(&self) -> bool {
         self.arena.is_empty()
     }
@@ -232,13 +256,13 @@ impl Scheduler {
     /// Whether queue, arena, block tables and cache agree. For tests and for an idle moment.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
         let fault = |text: String| Err(IntegrityError(text));
-        if self.waiting.len() + self.running.len() != self.arena.len() {
-            return fault(format!("{} live sequences are not all waiting or running", self.arena.len()));
+        if self.waiting.len() + self.running.len() + self.paused.len() != self.arena.len() {
+            return fault(format!("{} live sequences are not all waiting, running or paused", self.arena.len()));
         }
         if !self.waiting().is_sorted_by_key(|s| s.arrival) || !self.running().is_sorted_by_key(|s| s.arrival) {
             return fault("a queue is out of order".into());
         }
-        for s in self.waiting() {
+        for s in self.waiting().chain(self.paused.iter().map(|&id| &self.arena[id])) {
             if s.state != SequenceState::Waiting || s.computed != 0 || !s.block_table.is_empty() {
                 return fault(format!("{:?} waits and holds blocks", s.id));
             }
@@ -258,12 +282,13 @@ impl Scheduler {
 
     /// Takes a live sequence out of everything.
     fn end(&mut self, id: SequenceId, reason: FinishReason) -> Ended {
-        let arrival = self.arena[id].arrival;
         match self.arena[id].state {
-            SequenceState::Waiting => {
-                let place = self.waiting.binary_search_by_key(&arrival, |&id| self.arena[id].arrival);
-                self.waiting.remove(place.expect("a waiting sequence is in the queue"));
-            }
+            SequenceState::Waiting => match self.paused.iter().position(|&paused| paused == id) {
+                Some(place) => {
+                    self.paused.swap_remove(place);
+                }
+                None => self.leave_waiting(id),
+            },
             SequenceState::Running => {
                 self.leave_running(id);
                 self.members_ended += usize::from(self.settings.policy == Policy::Static);
@@ -282,9 +307,19 @@ impl Scheduler {
         sequence.computed = 0;
         sequence.preemptions += 1;
         sequence.state = SequenceState::Waiting;
-        let arrival = sequence.arrival;
+        self.enter_waiting(id);
+    }
+
+    fn enter_waiting(&mut self, id: SequenceId) {
+        let arrival = self.arena[id].arrival;
         let place = self.waiting.partition_point(|&id| self.arena[id].arrival < arrival);
         self.waiting.insert(place, id);
+    }
+
+    fn leave_waiting(&mut self, id: SequenceId) {
+        let arrival = self.arena[id].arrival;
+        let place = self.waiting.binary_search_by_key(&arrival, |&id| self.arena[id].arrival);
+        self.waiting.remove(place.expect("a waiting sequence is in the queue"));
     }
 
     fn leave_running(&mut self, id: SequenceId) {

@@ -7,34 +7,37 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use interprocess::local_socket::traits::Listener as _;
 use interprocess::os::unix::uds_local_socket::Listener;
-use llmd_protocol::handshake::{Handshake, Progress, Refused};
+use llmd_protocol::handshake::{Handshake, Peer, Progress, Refusal as Refused};
+use llmd_protocol::layout::SessionState;
+use llmd_protocol::limits::HANDSHAKES_OPEN_MAX;
 use llmd_protocol::message::Reject;
+use llmd_protocol::session::DaemonSession;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::engine::Event;
-use crate::intake::{Job, Refusal};
 use crate::metrics::Metrics;
-use crate::sessions::session::{Doorbell, Session, Taken, Turn};
-use crate::sessions::{Peer, SessionKey, SessionShared, SessionTable};
+use crate::sessions::connects::ConnectRate;
+use crate::sessions::session::{Session, Taken, Turn};
+use crate::sessions::{Arrival, Job, Opened, Refusal, SessionKey, SessionShared, SessionTable};
 
 /// Connections accepted before sessions have their turn again.
 const ACCEPTS_PER_TURN: usize = 16;
 /// Handshakes under way at once; further connections wait in the listener's backlog.
-const HANDSHAKES_MAX: usize = 256;
-/// How long the listener rests when descriptors have run out.
-const EMFILE_REST: Duration = Duration::from_millis(100);
+const HANDSHAKES_MAX: usize = HANDSHAKES_OPEN_MAX;
+/// How long the listener rests when descriptors or places for handshakes have run out.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
+
+/// When a refused client may try again.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 const TOKEN_LISTENER: u64 = u64::MAX;
 const TOKEN_STOP: u64 = u64::MAX - 1;
@@ -52,8 +55,8 @@ pub struct SessionLimits {
 
 /// Where the thread sends what it finds.
 pub struct Outlets {
-    /// To the engine.
-    pub events: mpsc::SyncSender<Event>,
+    /// To the engine, which never waits for this thread; so a wait in here is for a step at most.
+    pub arrivals: Box<dyn Fn(Arrival) + Send>,
     /// To the intake's workers.
     pub jobs: mpsc::SyncSender<Job>,
     /// For `llmctl status`.
@@ -79,23 +82,6 @@ impl SessionsHandle {
     }
 }
 
-/// Binds `path`, replacing the socket file of a daemon that is no longer there.
-pub fn bind(path: &Path, mode: u32) -> io::Result<UnixListener> {
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    match UnixStream::connect(path) {
-        Ok(_) => {
-            return Err(io::Error::new(io::ErrorKind::AddrInUse, "another daemon is serving on this socket"));
-        }
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path)?,
-        Err(_) => {}
-    }
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-    Ok(listener)
-}
-
 /// Starts the thread on a listening socket, our own or one that systemd handed in.
 pub fn spawn(listener: UnixListener, limits: SessionLimits, outlets: Outlets) -> io::Result<SessionsHandle> {
     listener.set_nonblocking(true)?;
@@ -114,6 +100,8 @@ pub fn spawn(listener: UnixListener, limits: SessionLimits, outlets: Outlets) ->
         ready: Vec::new(),
         next_key: 1,
         accept_paused_until: None,
+        connects: ConnectRate::default(),
+        boot_id: random(),
     };
     let thread = std::thread::Builder::new().name("llmd-sessions".into()).spawn(move || sessions.run())?;
     Ok(SessionsHandle { stop, thread })
@@ -133,6 +121,9 @@ struct Sessions {
     ready: Vec<u64>,
     next_key: u64,
     accept_paused_until: Option<Instant>,
+    connects: ConnectRate,
+    /// Drawn at random: tells clients one run of the daemon from another.
+    boot_id: u64,
 }
 
 impl Sessions {
@@ -158,7 +149,7 @@ impl Sessions {
             for token in std::mem::take(&mut self.ready) {
                 self.turn(token);
             }
-            self.expire_handshakes();
+            self.expire();
         }
     }
 
@@ -176,18 +167,18 @@ impl Sessions {
     fn accept(&mut self) {
         for _ in 0..ACCEPTS_PER_TURN {
             if self.handshakes.len() >= HANDSHAKES_MAX {
-                self.pause_accepting(EMFILE_REST);
+                self.pause_accepting(ACCEPT_REST);
                 return;
             }
             match self.listener.accept() {
-                Ok(stream) => self.begin_handshake(UnixStream::from(std::os::fd::OwnedFd::from(stream))),
+                Ok(stream) => self.begin_handshake(UnixStream::from(OwnedFd::from(stream))),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(error) if matches!(error.raw_os_error(), Some(libc_emfile) if is_exhausted(libc_emfile)) => {
+                Err(error) if error.raw_os_error().is_some_and(is_exhausted) => {
                     log::warn!("out of file descriptors: a connection was closed unserved ({error})");
                     self.spare = None;
                     drop(self.listener.accept());
                     self.spare = File::open("/dev/null").ok();
-                    self.pause_accepting(EMFILE_REST);
+                    self.pause_accepting(ACCEPT_REST);
                     return;
                 }
                 // The peer went away between connect and accept, or a signal came: the next one, please.
@@ -205,12 +196,12 @@ impl Sessions {
     fn begin_handshake(&mut self, stream: UnixStream) {
         let token = self.next_key;
         self.next_key += 1;
-        let handshake = match Handshake::new(stream, token) {
+        let handshake = match Handshake::new(stream) {
             Ok(handshake) => handshake,
             Err(error) => return log::debug!("a connection failed before its handshake: {error}"),
         };
         let interest = EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP, token);
-        if let Err(error) = self.epoll.add(handshake.socket(), interest) {
+        if let Err(error) = self.epoll.add(handshake.as_fd(), interest) {
             return log::warn!("cannot poll a new connection: {error}");
         }
         self.handshakes.insert(token, handshake);
@@ -218,10 +209,10 @@ impl Sessions {
 
     fn socket_event(&mut self, token: u64) {
         if let Some(session) = self.open.get_mut(&token) {
-            match session.read_doorbell() {
-                Doorbell::HungUp => self.close(token, None),
-                Doorbell::Rang => self.turn(token),
-                Doorbell::Silent => {}
+            if session.read_doorbells() {
+                self.turn(token);
+            } else {
+                self.close(token, None);
             }
         } else if self.handshakes.contains_key(&token) {
             self.shake(token);
@@ -230,31 +221,161 @@ impl Sessions {
 
     /// Moves a handshake on; on its end the connection becomes a session, or is gone.
     fn shake(&mut self, token: u64) {
-        let Some(mut handshake) = self.handshakes.remove(&token) else { return };
-        let (table, limits) = (&self.outlets.table, self.limits);
-        let admit = |peer: Peer| {
-            if table.len() >= limits.sessions_max {
-                Err(Refused::TooManySessions)
-            } else if table.of_uid(peer.uid) >= limits.sessions_per_uid_max {
-                Err(Refused::TooManySessionsOfUser)
-            } else {
-                Ok(())
-            }
+        let Some(handshake) = self.handshakes.get_mut(&token) else { return };
+        let progress = handshake.readable();
+        if progress == Progress::Pending {
+            return;
+        }
+        let handshake = self.handshakes.remove(&token).expect("just looked at");
+        let peer = handshake.peer();
+        let refusal = match progress {
+            Progress::Hello(_) => match self.admits(peer) {
+                Ok(()) => return self.open(token, handshake),
+                Err(refusal) => refusal,
+            },
+            Progress::Refuse(refusal) => refusal,
+            Progress::Pending | Progress::HungUp => return self.forget(handshake.as_fd()),
         };
-        match handshake.progress(|credentials| admit(Peer { uid: credentials.uid, pid: credentials.pid })) {
-            Progress::Waiting => {
-                self.handshakes.insert(token, handshake);
-            }
-            Progress::Done(done) => self.open(token, done),
-            Progress::Failed(failure) => {
-                log::info!("a connection ended in its handshake: {failure}");
-            }
+        log::info!("no session for uid {}, pid {}: {refusal}", peer.uid, peer.pid);
+        self.forget(handshake.as_fd());
+        handshake.refuse(refusal, RETRY_AFTER);
+    }
+
+    fn admits(&mut self, peer: Peer) -> Result<(), Refused> {
+        if self.outlets.draining.load(Ordering::Relaxed) {
+            return Err(Refused::Draining);
+        }
+        let table = &self.outlets.table;
+        if table.len() >= self.limits.sessions_max || table.of_uid(peer.uid) >= self.limits.sessions_per_uid_max {
+            return Err(Refused::TooManySessions);
+        }
+        if !self.connects.allow(peer.uid, Instant::now()) {
+            return Err(Refused::TooManyConnects);
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, token: u64, handshake: Handshake) {
+        let peer = handshake.peer();
+        let DaemonSession { socket, submissions, completions, doorbell, .. } =
+            match handshake.welcome(self.boot_id, token) {
+                Ok(session) => session,
+                Err(error) => return log::warn!("no session for uid {}, pid {}: {error}", peer.uid, peer.pid),
+            };
+        let shared = Arc::new(SessionShared {
+            key: SessionKey(token),
+            peer,
+            connected: Instant::now(),
+            in_flight: AtomicU32::new(0),
+            output_tokens: AtomicU64::new(0),
+        });
+        self.outlets.table.insert(Arc::clone(&shared));
+        self.outlets.metrics.sessions(self.outlets.table.len());
+        let opened = Opened { shared: Arc::clone(&shared), completions, doorbell, socket: socket.clone() };
+        self.send(Arrival::Opened(Box::new(opened)));
+        self.open.insert(token, Session::new(shared, socket, submissions));
+        log::debug!("session {token}: uid {}, pid {}", peer.uid, peer.pid);
+        // What the client submitted at once was announced by a doorbell that may have been read with the HELLO's event.
+        self.turn(token);
+    }
+
+    /// Lets a session have its turn at its ring.
+    fn turn(&mut self, token: u64) {
+        let Some(session) = self.open.get_mut(&token) else { return };
+        let (outlets, limits) = (&self.outlets, &self.limits);
+        match session.turn(|shared, taken| outlets.pass_on(shared, taken, limits)) {
+            Ok(Turn::Parked) => {}
+            Ok(Turn::More) => self.ready.push(token),
+            Err(violation) => self.close(token, Some(&violation.to_string())),
         }
     }
 
+    /// Ends a session: `why` is set when it is our doing.
+    fn close(&mut self, token: u64, why: Option<&str>) {
+        let Some(mut session) = self.open.remove(&token) else { return };
+        self.forget(session.socket().as_fd());
+        session.cancel_all();
+        session.hang_up();
+        let Peer { uid, pid, .. } = session.shared.peer;
+        match why {
+            Some(why) => log::warn!("session {token} (uid {uid}, pid {pid}) closed: {why}"),
+            None => log::debug!("session {token} (uid {uid}, pid {pid}) is gone"),
+        }
+        self.outlets.table.remove(session.shared.key);
+        self.outlets.metrics.sessions(self.outlets.table.len());
+        self.send(Arrival::Closed { session: session.shared.key });
+    }
+
+    fn forget(&self, socket: BorrowedFd<'_>) {
+        // An error says that it is not in the set, which is what is wanted.
+        let _ = self.epoll.delete(socket);
+    }
+
+    fn send(&self, arrival: Arrival) {
+        (self.outlets.arrivals)(arrival);
+    }
+
+    fn close_all(mut self) {
+        for (_, session) in self.open.drain() {
+            session.set_state(SessionState::Closed);
+            session.hang_up();
+            self.outlets.table.remove(session.shared.key);
+        }
+    }
+
+    /// Ends handshakes whose time is up and takes connections again after a rest.
+    fn expire(&mut self) {
+        let now = Instant::now();
+        let late: Vec<u64> = self.handshakes.iter().filter(|(_, h)| h.deadline() <= now).map(|(&t, _)| t).collect();
+        for token in late {
+            self.shake(token);
+        }
+        if self.accept_paused_until.is_some_and(|until| until <= now) {
+            let interest = EpollEvent::new(EpollFlags::EPOLLIN, TOKEN_LISTENER);
+            match self.epoll.add(self.listener.as_fd(), interest) {
+                Ok(()) => self.accept_paused_until = None,
+                Err(_) => self.accept_paused_until = Some(now + ACCEPT_REST),
+            }
+        }
+    }
+}
+
+impl Outlets {
+    /// Sends a submission on its way, or answers it at once.
+    fn pass_on(&self, session: &Arc<SessionShared>, taken: Taken, limits: &SessionLimits) {
+        let (request, payload, cancelled) = match taken {
+            Taken::Cancel { request } => {
+                (self.arrivals)(Arrival::Cancelled { session: session.key, request });
+                return;
+            }
+            Taken::Submit { request, payload, cancelled } => (request, payload, cancelled),
+        };
+        let in_flight = session.in_flight.fetch_add(1, Ordering::Relaxed);
+        let refuse = |reject, detail: String| {
+            let refusal = Refusal { reject, detail };
+            (self.arrivals)(Arrival::Refused { session: session.key, request, refusal });
+        };
+        if self.draining.load(Ordering::Relaxed) {
+            return refuse(Reject::Draining, "the daemon is draining; try again once it has restarted".into());
+        }
+        if in_flight >= limits.requests_per_session_max {
+            let max = limits.requests_per_session_max;
+            return refuse(Reject::Busy, format!("{max} requests of this session are in flight already"));
+        }
+        let job = Job { session: Arc::clone(session), request, payload, received: Instant::now(), cancelled };
+        if self.jobs.try_send(job).is_err() {
+            refuse(Reject::Busy, "too many requests are waiting to be read".into());
+        }
+    }
 }
 
 fn is_exhausted(errno: i32) -> bool {
     use nix::errno::Errno;
     matches!(Errno::from_raw(errno), Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::ENOBUFS)
+}
+
+fn random() -> u64 {
+    use std::hash::BuildHasher;
+    // RandomState's keys come from the system's random numbers.
+    std::hash::RandomState::new().hash_one(0u8)
 }

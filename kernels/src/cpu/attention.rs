@@ -281,9 +281,9 @@ impl Unit<'_> {
                 }
                 weighted::<S, E>(scores, &lens[..queries], &values[..n], sums, width);
             }
-            for i in 0..queries {
+            for (i, total) in totals[..queries].iter().enumerate() {
                 let (row, column) = row_and_head(i);
-                let inverse = 1.0 / totals[i];
+                let inverse = 1.0 / total;
                 let to = out.row(row).add(column);
                 for d in 0..head_dim {
                     *to.add(d) = *sums.add(i * width + d) * inverse;

@@ -7,7 +7,7 @@ use std::fmt;
 pub enum Isa {
     /// Plain Rust; any processor.
     Portable,
-    /// x86-64 with AVX2 and FMA.
+    /// x86-64 with AVX2, FMA and F16C.
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VL and VNNI.
     Avx512Vnni,
@@ -18,13 +18,13 @@ impl Isa {
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
-            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let avx2 =
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
             let avx512 = is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
-                && is_x86_feature_detected!("avx512vnni")
-                && is_x86_feature_detected!("f16c");
+                && is_x86_feature_detected!("avx512vnni");
             if avx2 && avx512 {
                 return Isa::Avx512Vnni;
             }
@@ -82,7 +82,7 @@ macro_rules! for_each_isa {
                     // SAFETY: the contract is the body's, kept by the caller; its instructions are enabled here.
                     unsafe { $body::<$crate::cpu::simd_x86::Avx512>($($arg),*) }
                 }
-                #[target_feature(enable = "avx2,fma")]
+                #[target_feature(enable = "avx2,fma,f16c")]
                 #[allow(clippy::too_many_arguments)]
                 unsafe fn avx2($($arg: $ty),*) {
                     // SAFETY: the contract is the body's, kept by the caller; its instructions are enabled here.

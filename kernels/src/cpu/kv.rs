@@ -12,6 +12,12 @@ use super::{CpuError, KvType};
 /// Tokens of a page.
 pub const PAGE_TOKENS: usize = 16;
 
+/// Layers, heads and elements of a head: far above any model's, and low enough that no product of sizes overflows.
+const DIMENSION_MAX: usize = 1 << 14;
+/// Blocks: slots (block * `PAGE_TOKENS` + offset) are 32-bit.
+const BLOCKS_MAX: usize = 1 << 28;
+const _: () = assert!(BLOCKS_MAX * PAGE_TOKENS <= 1 << 32);
+
 /// Shape of the key-value memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvShape {
@@ -101,11 +107,11 @@ impl KvShape {
 
     /// Bytes of one block over all layers, keys and values.
     pub fn block_bytes(&self, ty: KvType) -> usize {
-        self.layers * self.layer_block_bytes(ty)
+        self.layers.saturating_mul(self.layer_block_bytes(ty))
     }
 
     fn layer_block_bytes(&self, ty: KvType) -> usize {
-        self.kv_heads * (self.key_page_bytes(ty) + self.value_page_bytes(ty))
+        self.kv_heads.saturating_mul(self.key_page_bytes(ty) + self.value_page_bytes(ty))
     }
 }
 
@@ -145,10 +151,11 @@ impl Pages {
 
 impl KvCache {
     pub(crate) fn new(shape: KvShape, ty: KvType) -> Result<Self, CpuError> {
-        if shape.head_dim == 0 || !shape.head_dim.is_multiple_of(2) || shape.layers == 0 || shape.kv_heads == 0 {
-            return Err(CpuError::Unsupported {
-                reason: format!("no key-value cache of {shape:?}: head_dim must be even"),
-            });
+        let dimensions = [shape.layers, shape.kv_heads, shape.head_dim];
+        let is_usual = dimensions.iter().all(|n| (1..=DIMENSION_MAX).contains(n)) && shape.head_dim.is_multiple_of(2);
+        if !is_usual || shape.blocks > BLOCKS_MAX {
+            let limits = format!("layers, heads and elements of a head are 1 to {DIMENSION_MAX}, the last even");
+            return Err(CpuError::Unsupported { reason: format!("{shape:?}: {limits}; blocks at most {BLOCKS_MAX}") });
         }
         let out_of_memory = CpuError::OutOfMemory { what: "key-value cache", bytes: usize::MAX };
         let bytes = shape.block_bytes(ty).checked_mul(shape.blocks).ok_or(out_of_memory)?;
@@ -214,7 +221,7 @@ mod tests {
 
     #[test]
     fn bfloat16_rounds_to_nearest_even() {
-        for x in [0.0, -0.0, 1.0, 1.003_906_2, 1.011_718_8, -3.141_592_7, 1e-40, f32::MAX, f32::INFINITY, f32::NAN] {
+        for x in [0.0, -0.0, 1.0, 1.003_906_2, 1.011_718_8, -3.017_578_1, 1e-40, f32::MAX, f32::INFINITY, f32::NAN] {
             let want = half::bf16::from_f32(x);
             assert_eq!(<u16 as KvElement>::from_f32(x), want.to_bits(), "{x}");
         }

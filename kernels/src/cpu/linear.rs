@@ -12,6 +12,8 @@ use super::region::Region;
 use super::simd::Simd;
 use super::weight::{Operand, Panels, Weight};
 use super::{CpuError, PARALLEL_ELEMENTS_MIN, gemm_f32, gemm_portable};
+#[cfg(target_arch = "x86_64")]
+use super::{Isa, gemm_avx2, gemm_avx512};
 use crate::quant::BLOCK;
 use std::ops::Range;
 
@@ -203,9 +205,18 @@ unsafe fn integer_product(isa: Selected, p: Panels<'_>, panel: usize, x: Quantiz
     let panel_bytes = x.blocks * p.format.block_bytes();
     let data = &p.data[panel * panel_bytes..][..panel_bytes];
     let column = panel * PANEL_ROWS;
-    let _ = isa;
-    // SAFETY: the caller's contract.
-    unsafe { for_format!(p.format, F => gemm_portable::panel_product::<F>(data, x, rows, out, column)) }
+    // SAFETY: `isa` proves the instructions; the rest is the caller's contract.
+    unsafe {
+        match isa.isa() {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => {
+                for_format!(p.format, F => gemm_avx512::panel_product::<F>(data, x, rows, out, column))
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => for_format!(p.format, F => gemm_avx2::panel_product::<F>(data, x, rows, out, column)),
+            _ => for_format!(p.format, F => gemm_portable::panel_product::<F>(data, x, rows, out, column)),
+        }
+    }
 }
 
 /// f32 scratch that each thread has a part of.

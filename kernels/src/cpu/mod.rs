@@ -9,6 +9,10 @@
 mod attention;
 mod buffer;
 mod elementwise;
+#[cfg(target_arch = "x86_64")]
+mod gemm_avx2;
+#[cfg(target_arch = "x86_64")]
+mod gemm_avx512;
 mod gemm_f32;
 mod gemm_portable;
 mod isa;

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// Rounds of spinning before the first yield: some 10 us, longer than the unevenness of a static split.
+/// Rounds of spinning before the first yield: some 50 us, longer than the unevenness of a static split.
 const SPIN_ROUNDS: u32 = 4_000;
 /// How long a worker yields before it parks: longer than what an engine does between two passes.
 const YIELD_FOR: Duration = Duration::from_millis(2);

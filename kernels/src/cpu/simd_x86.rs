@@ -123,8 +123,8 @@ impl Simd for Avx2 {
             let max = Self::greatest(max);
             let inverse = _mm256_set1_ps(if max > 0.0 { 127.0 / max } else { 0.0 });
             let mut r = [_mm256_setzero_si256(); 4];
-            for i in 0..4 {
-                r[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x.add(i * 8)), inverse));
+            for (i, r) in r.iter_mut().enumerate() {
+                *r = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x.add(i * 8)), inverse));
             }
             // Packing works within 128-bit halves; the permutation puts groups of four back in order.
             let packed = _mm256_packs_epi16(_mm256_packs_epi32(r[0], r[1]), _mm256_packs_epi32(r[2], r[3]));

@@ -1,7 +1,7 @@
 //! Attention over pages, and the cache itself.
 
 use super::*;
-use crate::cpu::{AttentionBatch, AttentionHeads, KvShape, PAGE_TOKENS};
+use crate::cpu::{AttentionBatch, AttentionHeads, CpuError, KvShape, PAGE_TOKENS};
 use crate::reference;
 
 /// One sequence's queries, keys and values, (len, heads * head_dim), and its blocks.
@@ -220,9 +220,16 @@ fn the_size_of_a_block_is_what_is_allocated() {
     for (kv, bytes) in [(KvType::Bf16, 2), (KvType::F32, 4)] {
         let mut device = devices(1, Activations::Int8, kv).pop().expect("a device");
         assert_eq!(device.kv_block_bytes(shape), 30 * 3 * 64 * 2 * PAGE_TOKENS * bytes);
-        let too_many = KvShape { blocks: usize::MAX / 1024, ..shape };
-        assert!(matches!(device.allocate_kv(too_many), Err(crate::cpu::CpuError::OutOfMemory { .. })));
-        assert!(device.allocate_kv(KvShape { head_dim: 7, ..shape }).is_err());
+        let too_many = KvShape { blocks: 1 << 28, ..shape };
+        assert!(matches!(device.allocate_kv(too_many), Err(CpuError::OutOfMemory { .. })));
+        for bad in [
+            KvShape { head_dim: 7, ..shape },
+            KvShape { kv_heads: 0, ..shape },
+            KvShape { layers: usize::MAX / 2, ..shape },
+            KvShape { blocks: usize::MAX, ..shape },
+        ] {
+            assert!(matches!(device.allocate_kv(bad), Err(CpuError::Unsupported { .. })), "{bad:?}");
+        }
     }
 }
 

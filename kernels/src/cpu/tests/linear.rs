@@ -166,3 +166,38 @@ fn what_cannot_be_a_weight_is_an_error() {
         assert!(matches!(got, Err(crate::cpu::CpuError::Unsupported { .. })), "({rows}, {columns}) in {bytes}");
     }
 }
+
+/// The largest products of bytes: AVX2 adds pairs of them in 16 bits, which must not saturate.
+#[test]
+fn the_largest_quants_and_activations_do_not_overflow() {
+    let (outputs, columns) = (40, 256);
+    let mut random = Random::new(11);
+    for ty in WeightType::ALL {
+        if ty.block_elements() == 1 {
+            continue;
+        }
+        for pattern in [0x00, 0x7f, 0x80, 0xff] {
+            // Scales stay as they are; all other bytes of a block are the pattern's.
+            let scales_of = random_matrix(&mut random, ty, outputs, columns);
+            let mut matrix = vec![pattern; scales_of.len()];
+            let halves: &[usize] = match ty {
+                WeightType::Q6_K => &[208],
+                WeightType::Q4_0 | WeightType::Q5_0 | WeightType::Q8_0 => &[0],
+                _ => &[0, 2],
+            };
+            let block_bytes = ty.block_bytes();
+            for (block, scales) in matrix.chunks_exact_mut(block_bytes).zip(scales_of.chunks_exact(block_bytes)) {
+                halves.iter().for_each(|&at| block[at..at + 2].copy_from_slice(&scales[at..at + 2]));
+            }
+            for sign in [1.0, -1.0] {
+                let x = vec![sign; columns];
+                let want = reference::linear(&x, &dequantized(ty, &matrix, outputs, columns), None, columns);
+                for mut device in devices(1, Activations::Int8, KvType::Bf16) {
+                    let weight = device.weight(ty, outputs, columns, &matrix).expect("a weight");
+                    let error = relative_error(&product(&mut device, &weight, None, &x, columns), &want);
+                    assert!(error < 1e-5, "{} {} {pattern:x} {sign}: {error:e}", device.isa(), ty.name());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! One stream, and closed loops of 1, 8 and 32 clients. With `--llama-bench PATH`, llama.cpp reads and writes the same
+//! numbers of tokens with the same file and threads in the same run.
+
+use crate::figures::{Figures, closed_loop, machine, median, medians, threads};
+use llmd_protocol::message::GenerateRequest;
+use llmd_tests::daemon::{Daemon, Setup};
+use llmd_tests::load::{self, Mix};
+use llmd_tests::tiny_model::Random;
+use serde::Serialize;
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Tokens read in the prefill figure: llama-bench's `pp512`.
+const PREFILL_TOKENS: u32 = 512;
+/// Tokens written in the decode figure: llama-bench's `tg128`.
+const DECODE_TOKENS: u32 = 128;
+/// Clients of the closed loops, and requests in each.
+const LOOPS: [(usize, u64); 3] = [(1, 8), (8, 32), (32, 96)];
+
+/// What may be changed.
+#[derive(clap::Args)]
+pub struct Options {
+    /// How often each is run; medians are shown.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    repetitions: u32,
+    /// llama.cpp's llama-bench, to run beside.
+    #[arg(long, value_name = "PATH")]
+    llama_bench: Option<PathBuf>,
+    /// Seed of the lengths and prompts.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+/// All figures of a run of this benchmark.
+#[derive(Serialize)]
+pub struct Report {
+    benchmark: &'static str,
+    machine: String,
+    repetitions: u32,
+    seed: u64,
+    one_stream: OneStream,
+    llama_cpp: Option<OneStream>,
+    closed_loops: Vec<Loop>,
+}
+
+/// Figures of one stream, in tokens per second.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct OneStream {
+    prefill_512: f64,
+    decode_128: f64,
+}
+
+#[derive(Serialize)]
+struct Loop {
+    clients: usize,
+    requests: u64,
+    median: Figures,
+}
+
+/// Runs it and prints a table.
+pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    let mut loops: [Vec<Figures>; LOOPS.len()] = Default::default();
+    for repetition in 1..=options.repetitions {
+        eprintln!("{repetition} of {}", options.repetitions);
+        {
+            let daemon = Setup::file(model).with("--prefix-cache=false").start();
+            ours.push(one_stream(&daemon, options.seed + u64::from(repetition))?);
+            for ((clients, requests), runs) in LOOPS.into_iter().zip(&mut loops) {
+                runs.push(closed_loop(&daemon, clients, &mixed(options.seed, requests))?);
+            }
+        }
+        // The daemon is gone: the two never compete for the cores.
+        if let Some(program) = &options.llama_bench {
+            theirs.push(llama(program, model)?);
+        }
+    }
+    let report = Report {
+        benchmark: "single",
+        machine: machine(),
+        repetitions: options.repetitions,
+        seed: options.seed,
+        one_stream: median_stream(&ours),
+        llama_cpp: options.llama_bench.as_ref().map(|_| median_stream(&theirs)),
+        closed_loops: LOOPS
+            .into_iter()
+            .zip(&loops)
+            .map(|((clients, requests), runs)| Loop { clients, requests, median: medians(runs) })
+            .collect(),
+    };
+    print(&report);
+    Ok(report)
+}
+
+fn median_stream(runs: &[OneStream]) -> OneStream {
+    OneStream {
+        prefill_512: median(runs.iter().map(|run| run.prefill_512)),
+        decode_128: median(runs.iter().map(|run| run.decode_128)),
+    }
+}
+
+/// One stream with nobody else there.
+fn one_stream(daemon: &Daemon, seed: u64) -> Result<OneStream, Box<dyn Error>> {
+    let client = daemon.client();
+    let of = |prompt, output| Mix {
+        seed,
+        prompt_tokens: prompt..=prompt,
+        output_tokens: output..=output,
+        ids: crate::batching::IDS,
+        temperature: 0.0,
+    };
+    // Pages touched and threads awake, as llama-bench has it after its warm-up.
+    load::answer(&client, of(16, 4).request(0))?;
+    let read = load::answer(&client, of(PREFILL_TOKENS, 1).request(1))?;
+    let write = load::answer(&client, of(1, DECODE_TOKENS + 1).request(2))?;
+    let first = write.token_times.first().ok_or("no tokens")?;
+    let last = write.token_times.last().ok_or("no tokens")?;
+    Ok(OneStream {
+        prefill_512: f64::from(PREFILL_TOKENS) / read.total.as_secs_f64(),
+        decode_128: f64::from(DECODE_TOKENS) / (*last - *first).as_secs_f64(),
+    })
+}
+
+/// Prompts of 16 to 512 tokens and outputs of 16 to 256, short ones more often than long ones: uniform in the logarithm.
+fn mixed(seed: u64, count: u64) -> Vec<GenerateRequest> {
+    let mut random = Random(seed);
+    let mut log_uniform = |low: f64, high: f64| {
+        let share = random.between(0, 1 << 20) as f64 / f64::from(1 << 20);
+        (low * (high / low).powf(share)).round() as u32
+    };
+    (0..count)
+        .map(|number| {
+            let prompt = log_uniform(16.0, 512.0);
+            let output = log_uniform(16.0, 256.0);
+            let ids = crate::batching::IDS;
+            Mix { seed, prompt_tokens: prompt..=prompt, output_tokens: output..=output, ids, temperature: 0.0 }
+                .request(number)
+        })
+        .collect()
+}
+
+/// llama.cpp's figures, from its own benchmark.
+fn llama(program: &Path, model: &Path) -> Result<OneStream, Box<dyn Error>> {
+    let numbers = [("-p", PREFILL_TOKENS), ("-n", DECODE_TOKENS), ("-t", threads() as u32), ("-r", 1), ("-fa", 1)];
+    let output = Command::new(program)
+        .arg("-m")
+        .arg(model)
+        .args(numbers.iter().flat_map(|(flag, number)| [(*flag).to_owned(), number.to_string()]))
+        .args(["-o", "json"])
+        .stderr(Stdio::null())
+        .output()
+        .map_err(|error| format!("cannot run {}: {error}", program.display()))?;
+    if !output.status.success() {
+        return Err(format!("{} ended with {}", program.display(), output.status).into());
+    }
+    let results: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let rate = |field: &str, tokens: u32| -> Result<f64, String> {
+        let of = |result: &&serde_json::Value| result[field] == tokens;
+        let found = results.as_array().into_iter().flatten().find(of).and_then(|result| result["avg_ts"].as_f64());
+        found.ok_or_else(|| format!("llama-bench reported no {field} of {tokens}"))
+    };
+    Ok(OneStream { prefill_512: rate("n_prompt", PREFILL_TOKENS)?, decode_128: rate("n_gen", DECODE_TOKENS)? })
+}
+
+fn print(report: &Report) {
+    println!("{}; medians of {} runs each\n", report.machine, report.repetitions);
+    println!("{:26} {:>10} {:>10} {:>8}", "one stream, tokens/s", "llmd", "llama.cpp", "ratio");
+    let line = |what: &str, figure: fn(&OneStream) -> f64| {
+        let ours = figure(&report.one_stream);
+        match &report.llama_cpp {
+            Some(theirs) => println!("{what:26} {ours:>10.1} {:>10.1} {:>8.2}", figure(theirs), ours / figure(theirs)),
+            None => println!("{what:26} {ours:>10.1} {:>10} {:>8}", "-", "-"),
+        }
+    };
+    line("writing 128 tokens", |stream| stream.decode_128);
+    line("reading 512 tokens", |stream| stream.prefill_512);
+    println!("\n{:>8} {:>10} {:>10} {:>16} {:>18}", "clients", "output/s", "total/s", "first, ms", "between, ms");
+    println!("{:>8} {:>10} {:>10} {:>16} {:>18}", "", "", "", "p50 / p99", "p50 / p99");
+    for Loop { clients, median, .. } in &report.closed_loops {
+        let first = format!("{:.0} / {:.0}", median.ttft_ms.p50, median.ttft_ms.p99);
+        let between = format!("{:.1} / {:.1}", median.inter_token_ms.p50, median.inter_token_ms.p99);
+        let (output, total) = (median.output_tokens_per_s, median.total_tokens_per_s);
+        println!("{clients:>8} {output:>10.1} {total:>10.1} {first:>16} {between:>18}");
+    }
+}
