@@ -55,6 +55,8 @@ pub enum SequenceState {
     Waiting,
     /// Holds blocks and takes part in steps.
     Running,
+    /// Set aside until somebody reads what it has produced; holds no blocks and is in no queue.
+    Paused,
 }
 
 /// What a new sequence is made of.
@@ -89,11 +91,11 @@ pub struct Sequence {
     pub sampling: Sampling,
     /// Root of the prefix cache it may share.
     pub cache_salt: u64,
-    /// Waiting or running.
+    /// Where it stands.
     pub state: SequenceState,
     /// Order of arrival; kept through preemption.
     pub arrival: u64,
-    /// How often it lost its blocks to another.
+    /// How often it gave up its blocks: to others, by hand, or because it was set aside.
     pub preemptions: u32,
 }
 
@@ -120,7 +122,7 @@ impl Sequence {
     }
 }
 
-/// Where all live sequences are, waiting and running. Its size is fixed at start; ids of sequences that are gone stay
+/// Where all live sequences are, whatever their state. Its size is fixed at start; ids of sequences that are gone stay
 /// invalid though their places are used again (until a place has been used 2^32 times).
 #[derive(Debug)]
 pub struct SequenceArena {
@@ -197,7 +199,7 @@ impl SequenceArena {
     }
 
     /// All live sequences, in no meaningful order.
-    pub fn iter(&self) -> impl Iterator<Item = &Sequence> {
+    pub fn iter(&self) -> impl Iterator<Item = &Sequence> + Clone {
         self.places.iter().filter_map(|p| p.sequence.as_ref())
     }
 }

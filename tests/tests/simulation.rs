@@ -146,7 +146,7 @@ fn random_request(random: &mut Random, texts: &[Vec<u32>], world: &World) -> New
     NewSequence { prompt, sampling, cache_salt: (random.next() % 4).saturating_sub(2) }
 }
 
-/// Clients that go away, stop strings, preemption by hand, and calls that come too late.
+/// Clients that go away or do not read, stop strings, preemption by hand, and calls that come too late.
 fn disturb(random: &mut Random, world: &mut World, gone: &mut Vec<SequenceId>) {
     let live = world.live();
     if !live.is_empty() {
@@ -160,12 +160,16 @@ fn disturb(random: &mut Random, world: &mut World, gone: &mut Vec<SequenceId>) {
             3..6 => {
                 world.preempt(id);
             }
+            6..9 => world.pause(id, true),
+            9..18 => world.pause(id, false),
             _ => {}
         }
     }
     if !gone.is_empty() && random.once_in(8) {
         let id = gone[random.below(gone.len())];
         assert!(!world.finish(id, FinishReason::Cancelled) && !world.preempt(id));
+        world.pause(id, true);
+        world.pause(id, false);
     }
 }
 
@@ -491,6 +495,31 @@ fn finishing_twice_or_too_late_is_harmless() {
     assert!(!world.finish(id, FinishReason::Cancelled) && !world.preempt(id));
     world.drain();
     assert_eq!(world.record(heir).reason, FinishReason::Length);
+}
+
+#[test]
+fn who_is_set_aside_holds_nothing_and_comes_back_to_its_place() {
+    let mut world = World::new(SchedulerSettings { sequences_running_max: 1, ..settings() });
+    let (first, second) = (world.add(request(1, 40, 20)), world.add(request(2, 40, 20)));
+    for _ in 0..5 {
+        world.advance();
+    }
+    world.pause(first, true);
+    world.pause(first, true);
+    assert_eq!((world.scheduler.kv_usage().owned, world.scheduler.paused_len()), (0, 1));
+    world.advance();
+    assert_eq!(world.last.admitted, [second], "nobody waits for a client that does not read");
+    let third = world.add(request(3, 40, 20));
+    world.pause(first, false);
+    assert!(world.scheduler.waiting().map(|s| s.id).eq([first, third]));
+    world.pause(second, true);
+    world.pause(third, true);
+    while world.step() {}
+    assert_eq!(world.record(first).output.len(), 20);
+    assert!(!world.scheduler.has_work() && !world.scheduler.drained());
+    assert!(world.finish(third, FinishReason::SlowReader));
+    world.drain();
+    assert_eq!(world.record(first).cached, 0, "finding one's own blocks again is not a cached prompt");
 }
 
 // The control experiment.

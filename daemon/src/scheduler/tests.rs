@@ -88,6 +88,21 @@ fn preempted_sequences_do_not_burst_the_bounds() {
 }
 
 #[test]
+fn sequences_set_aside_do_not_burst_the_bounds() {
+    let mut scheduler = scheduler();
+    let mut ids = Vec::new();
+    for _ in 0..7 {
+        let id = scheduler.submit(request(10, 50)).unwrap();
+        scheduler.pause(id);
+        ids.push(id);
+    }
+    assert_eq!((scheduler.waiting_len(), scheduler.paused_len()), (0, 7));
+    assert_eq!(scheduler.submit(request(10, 5)), Err(SubmitError::QueueFull { waiting_max: 3 }));
+    ids.iter().rev().for_each(|&id| scheduler.resume(id));
+    assert!(scheduler.waiting().map(|s| s.id).eq(ids), "in order of arrival");
+}
+
+#[test]
 fn the_end_tells_what_was_used() {
     let mut scheduler = scheduler();
     for cached in [0, 32] {

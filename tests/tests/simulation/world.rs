@@ -122,9 +122,22 @@ impl World {
         done
     }
 
+    /// Sets a sequence aside, or has it go on.
+    pub fn pause(&mut self, id: SequenceId, aside: bool) {
+        if aside {
+            self.scheduler.pause(id);
+        } else {
+            self.scheduler.resume(id);
+        }
+        let paused = self.scheduler.sequence(id).map(|s| s.state == SequenceState::Paused);
+        assert_eq!(paused, self.live.contains_key(&id).then_some(aside));
+        self.check_rest();
+    }
+
     /// One step. False when there was nothing to compute.
     pub fn step(&mut self) -> bool {
         let before: Vec<Before> = self.scheduler.running().map(stand).collect();
+        assert_eq!(self.scheduler.has_work(), self.scheduler.sequences_live() > self.scheduler.paused_len());
         let waiting: Vec<Before> = self.scheduler.waiting().map(stand).collect();
         if self.available() >= (self.settings.usable_blocks() * 6).div_ceil(100) {
             self.paused = false;
@@ -134,7 +147,7 @@ impl World {
         self.check_plan(&plan, &before, &waiting);
         self.paused |= !plan.preempted.is_empty();
         if plan.is_empty() {
-            assert!(self.live.is_empty(), "an empty plan while something is live");
+            assert!(before.is_empty() && waiting.is_empty(), "an empty plan while something waits or runs");
             self.scheduler.recycle(plan);
             return false;
         }
@@ -167,15 +180,19 @@ impl World {
         assert!(self.step(), "nothing is live any more");
     }
 
-    /// Steps until nothing is live. Panics when it takes longer than the work that is left can explain.
+    /// Has whatever is set aside go on, and steps until nothing is live. Panics when it takes longer than the work that is left can explain.
     pub fn drain(&mut self) {
+        for id in self.live() {
+            self.pause(id, false);
+        }
         // The oldest running sequence moves at least one position a step.
         let work: usize = self.live.values().map(|r| r.new.prompt.len() + r.expected.0.len() + 2).sum();
         for _ in 0..=2 * work {
             if !self.step() {
                 let usage = self.scheduler.kv_usage();
                 assert_eq!(usage.owned, 0, "blocks are owned and nobody is live");
-                assert_eq!((self.scheduler.waiting_len(), self.scheduler.running_len()), (0, 0));
+                let Self { scheduler, .. } = self;
+                assert_eq!((scheduler.waiting_len(), scheduler.running_len(), scheduler.paused_len()), (0, 0, 0));
                 assert!(self.scheduler.drained() && !self.scheduler.has_work());
                 assert_eq!(self.accepted, self.ended.len());
                 return;
