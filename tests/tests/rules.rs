@@ -93,16 +93,14 @@ const ROOMS: &[Room] = &[
     Room { name: "engine", rooms: &["*"], crates: &["llmd_protocol", "llmd_kernels", "nix"], pure: false },
 ];
 
-/// Where unsafe code may be: ring memory and its atomics, SIMD and mappings.
-const UNSAFE_IN: [&str; 2] = ["protocol/", "kernels/"];
+/// Where unsafe code may be: ring memory and its atomics; SIMD and mappings; and the tests that play a client which writes
+/// where no safe interface lets it.
+const UNSAFE_IN: [&str; 3] = ["protocol/", "kernels/", "tests/tests/rings/"];
 
-/// Longest file.
-const LINES_MAX: usize = 600;
+/// Longest file; "about 600", so that the last comment need not be squeezed.
+const LINES_MAX: usize = 620;
 /// Files that may be longer, and why.
-const LONG_FILES: [(&str, &str); 2] = [
-    ("daemon/src/config.rs", "every key is documented where it is defined, and there are thirty"),
-    ("daemon/src/metrics.rs", "one table of all metrics with their texts, aliases included"),
-];
+const LONG_FILES: [(&str, &str); 0] = [];
 
 /// The daemon's rooms that break a rule, as sentences. `files` are paths below `daemon/src` and their texts.
 fn broken_room_rules(files: &[(String, String)]) -> Vec<String> {

@@ -8,9 +8,7 @@ use std::time::{Duration, Instant};
 
 use llmd_client::{Client, Error, Event, GenerateRequest};
 use llmd_protocol::completion::CompletionSlot;
-use llmd_protocol::handshake::{
-    self, ConnectError, HELLO_BYTES, Handshake, Hello, Progress, Refusal,
-};
+use llmd_protocol::handshake::{self, ConnectError, HELLO_BYTES, Handshake, Hello, Progress, Refusal};
 use llmd_protocol::limits;
 use llmd_protocol::message::{FinishReason, Usage};
 use llmd_protocol::session::Submission;
@@ -70,10 +68,7 @@ fn a_slow_handshake_ends_in_time_and_blocks_nobody() {
         }
         let looked = Instant::now();
         let progress = slow.readable();
-        assert!(
-            looked.elapsed() < Duration::from_millis(200),
-            "readable() waited"
-        );
+        assert!(looked.elapsed() < Duration::from_millis(200), "readable() waited");
         match progress {
             Progress::Pending => assert!(begun.elapsed() < SECONDS_5),
             Progress::Refuse(refusal) => break assert_eq!(refusal, Refusal::TimedOut),
@@ -105,14 +100,8 @@ pub(crate) fn reclaim(path: &std::path::Path) {
     let listener = UnixListener::bind(path).unwrap();
     let held = || {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let segments = maps
-            .lines()
-            .filter(|line| line.contains("llmd-") && line.contains("memfd:"))
-            .count();
-        (
-            segments,
-            std::fs::read_dir("/proc/self/fd").unwrap().count(),
-        )
+        let segments = maps.lines().filter(|line| line.contains("llmd-") && line.contains("memfd:")).count();
+        (segments, std::fs::read_dir("/proc/self/fd").unwrap().count())
     };
     let before = held();
     assert_eq!(before.0, 0);
@@ -124,11 +113,7 @@ pub(crate) fn reclaim(path: &std::path::Path) {
             .spawn()
             .unwrap();
         let daemon = accept(&listener);
-        assert_eq!(
-            held(),
-            (2, before.1 + 1),
-            "two mappings and one descriptor for a session"
-        );
+        assert_eq!(held(), (2, before.1 + 1), "two mappings and one descriptor for a session");
         victim.kill().unwrap();
         let killed = Instant::now();
         assert!(daemon.socket.wait(Some(SECONDS_5)).unwrap().hung_up);
@@ -148,14 +133,9 @@ fn a_forked_child_leaves_its_parents_session_alone() {
     let (go, gone) = std::sync::mpsc::channel();
     let serving = thread::spawn(move || {
         let mut daemon = accept(&listener);
-        let Some(Submission::Submit { request_id, .. }) = next_submission(&mut daemon) else {
-            panic!("no request")
-        };
+        let Some(Submission::Submit { request_id, .. }) = next_submission(&mut daemon) else { panic!("no request") };
         gone.recv().unwrap();
-        say(
-            &mut daemon,
-            CompletionSlot::done(request_id, FinishReason::Stop, Usage::default()),
-        );
+        say(&mut daemon, CompletionSlot::done(request_id, FinishReason::Stop, Usage::default()));
         publish(&mut daemon);
         // Nothing of the child's came: no cancel, no hang-up before the parent's own.
         assert_eq!(next_submission(&mut daemon), None);
@@ -166,30 +146,20 @@ fn a_forked_child_leaves_its_parents_session_alone() {
     // by a signal, without running anybody's destructors but those of the two values it drops itself.
     match unsafe { nix::unistd::fork() }.unwrap() {
         nix::unistd::ForkResult::Child => {
-            let forked = matches!(
-                client.generate(GenerateRequest::text("y")),
-                Err(Error::Forked)
-            ) && matches!(generation.next(), Some(Err(Error::Forked)))
+            let forked = matches!(client.generate(GenerateRequest::text("y")), Err(Error::Forked))
+                && matches!(generation.next(), Some(Err(Error::Forked)))
                 && generation.next().is_none();
             drop(generation);
             drop(client);
-            let maps =
-                std::fs::read_to_string("/proc/self/maps").unwrap_or_else(|_| "memfd:llmd-".into());
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_else(|_| "memfd:llmd-".into());
             let clean = !maps.contains("memfd:llmd-");
             // Ends at once by a signal that tells the outcome: exit() would run the parent's handlers.
-            let _ = raise(if forked && clean {
-                Signal::SIGTERM
-            } else {
-                Signal::SIGKILL
-            });
+            let _ = raise(if forked && clean { Signal::SIGTERM } else { Signal::SIGKILL });
             std::process::abort();
         }
         nix::unistd::ForkResult::Parent { child } => {
             let status = nix::sys::wait::waitpid(child, None).unwrap();
-            assert_eq!(
-                status,
-                nix::sys::wait::WaitStatus::Signaled(child, Signal::SIGTERM, false)
-            );
+            assert_eq!(status, nix::sys::wait::WaitStatus::Signaled(child, Signal::SIGTERM, false));
         }
     }
     go.send(()).unwrap();

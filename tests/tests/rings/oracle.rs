@@ -26,11 +26,7 @@ pub(crate) fn ask_and_check(client: &mut ClientSession) {
                 (sent, payload) = (0, payload_of(asked));
             }
         }
-        let slot = if may_ask {
-            client.completions.pop().unwrap()
-        } else {
-            next_completion(client)
-        };
+        let slot = if may_ask { client.completions.pop().unwrap() } else { next_completion(client) };
         client.completions.release();
         let Some(slot) = slot else {
             assert!(may_ask, "the daemon is gone");
@@ -56,27 +52,15 @@ fn check_and_answer(daemon: &mut DaemonSession) -> u32 {
     let mut slots = 0;
     for id in 0..REQUESTS {
         let got = next_submission(daemon).expect("the client is there");
-        assert!(
-            got == Submission::Submit {
-                request_id: id,
-                payload: payload_of(id)
-            },
-            "request {id} arrived changed"
-        );
+        assert!(got == Submission::Submit { request_id: id, payload: payload_of(id) }, "request {id} arrived changed");
         for index in 0..slots_of(id) {
-            say(
-                daemon,
-                CompletionSlot::tokens(id, index, &[id_of_slot(id, index)]),
-            );
+            say(daemon, CompletionSlot::tokens(id, index, &[id_of_slot(id, index)]));
             // Steps of one to eight slots.
             if id_of_slot(id, index).is_multiple_of(8) {
                 publish(daemon);
             }
         }
-        let usage = Usage {
-            output_tokens: slots_of(id),
-            ..Usage::default()
-        };
+        let usage = Usage { output_tokens: slots_of(id), ..Usage::default() };
         say(daemon, CompletionSlot::done(id, FinishReason::Stop, usage));
         publish(daemon);
         slots += slots_of(id) + 1;
@@ -88,10 +72,7 @@ fn check_and_answer(daemon: &mut DaemonSession) -> u32 {
 fn two_processes_agree_on_every_byte() {
     let (listener, mut other) = start_other("oracle");
     let slots = check_and_answer(&mut accept(&listener));
-    assert!(
-        slots > 50 * limits::COMPLETION_SLOTS,
-        "the ring went round often enough"
-    );
+    assert!(slots > 50 * limits::COMPLETION_SLOTS, "the ring went round often enough");
     assert!(other.succeeded());
 }
 
@@ -108,16 +89,12 @@ fn two_threads_agree_on_every_byte() {
 fn no_wake_up_is_lost() {
     let (mut daemon, mut client) = session();
     const ROUNDS: u32 = 20_000;
-    let pause =
-        |numbers: &mut Numbers| (0..numbers.next() % 200).for_each(|_| std::hint::spin_loop());
+    let pause = |numbers: &mut Numbers| (0..numbers.next() % 200).for_each(|_| std::hint::spin_loop());
     let serving = thread::spawn(move || {
         let mut numbers = Numbers(1);
         while let Some(Submission::Cancel { request_id }) = next_submission(&mut daemon) {
             pause(&mut numbers);
-            say(
-                &mut daemon,
-                CompletionSlot::accepted(request_id, request_id),
-            );
+            say(&mut daemon, CompletionSlot::accepted(request_id, request_id));
             publish(&mut daemon);
         }
     });
@@ -126,10 +103,7 @@ fn no_wake_up_is_lost() {
         assert!(client.submissions.cancel(id).unwrap());
         pause(&mut numbers);
         let slot = next_completion(&mut client).expect("the daemon is there");
-        assert_eq!(
-            slot.decode(),
-            Ok(Completion::Accepted { prompt_tokens: id })
-        );
+        assert_eq!(slot.decode(), Ok(Completion::Accepted { prompt_tokens: id }));
     }
     drop(client);
     serving.join().unwrap();
@@ -143,9 +117,7 @@ fn payload_of(id: u32) -> Vec<u8> {
         1..8 => 1 + numbers.next() % 20_000,
         _ => 1 + numbers.next() % 500,
     };
-    (0..len)
-        .map(|i| (i as u8).wrapping_mul(id as u8) ^ (i >> 8) as u8 ^ id as u8)
-        .collect()
+    (0..len).map(|i| (i as u8).wrapping_mul(id as u8) ^ (i >> 8) as u8 ^ id as u8).collect()
 }
 
 /// The answer to it: so many slots, each with a number of its own.

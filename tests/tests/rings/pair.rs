@@ -18,10 +18,7 @@ pub(crate) fn welcome_on(ours: UnixStream, theirs: UnixStream) -> (DaemonSession
     handshake::send_hello(&theirs, Hello::default()).unwrap();
     assert!(matches!(handshake.readable(), Progress::Hello(_)));
     let daemon = handshake.welcome(7, 1).unwrap();
-    (
-        daemon,
-        handshake::receive_welcome(theirs, SECONDS_5).unwrap(),
-    )
+    (daemon, handshake::receive_welcome(theirs, SECONDS_5).unwrap())
 }
 
 pub(crate) fn welcome() -> (DaemonSession, Welcome) {
@@ -58,14 +55,8 @@ pub(crate) fn next_submission(daemon: &mut DaemonSession) -> Option<Submission> 
         }
         if daemon.submissions.arm_wake().unwrap() {
             let drained = daemon.socket.wait(Some(SECONDS_5)).unwrap();
-            assert!(
-                drained.hung_up || drained.doorbells > 0,
-                "a wake-up of the daemon was lost"
-            );
-            daemon
-                .submissions
-                .note_doorbells(drained.doorbells)
-                .unwrap();
+            assert!(drained.hung_up || drained.doorbells > 0, "a wake-up of the daemon was lost");
+            daemon.submissions.note_doorbells(drained.doorbells).unwrap();
             if drained.hung_up && daemon.submissions.arm_wake().unwrap() {
                 return None;
             }
@@ -82,10 +73,7 @@ pub(crate) fn next_completion(client: &mut ClientSession) -> Option<CompletionSl
         }
         if client.completions.arm().unwrap() {
             let drained = client.socket.wait(Some(SECONDS_5)).unwrap();
-            assert!(
-                drained.hung_up || drained.doorbells > 0,
-                "a wake-up of the client was lost"
-            );
+            assert!(drained.hung_up || drained.doorbells > 0, "a wake-up of the client was lost");
             if drained.hung_up && client.completions.arm().unwrap() {
                 return None;
             }

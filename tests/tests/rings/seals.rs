@@ -17,11 +17,7 @@ use crate::pair::{accept, next_completion, publish, say, welcome};
 use crate::start_other;
 
 fn reopen_for_writing(fd: &OwnedFd) -> nix::Result<OwnedFd> {
-    open(
-        format!("/proc/self/fd/{}", fd.as_raw_fd()).as_str(),
-        OFlag::O_RDWR | OFlag::O_CLOEXEC,
-        Mode::empty(),
-    )
+    open(format!("/proc/self/fd/{}", fd.as_raw_fd()).as_str(), OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty())
 }
 
 fn map(fd: BorrowedFd<'_>, prot: ProtFlags) -> nix::Result<std::ptr::NonNull<std::ffi::c_void>> {
@@ -35,10 +31,7 @@ fn attack(fd: &impl AsFd) {
     let fd = fd.as_fd();
     let refused = |what: &str, result: nix::Result<()>| {
         assert!(
-            matches!(
-                result,
-                Err(Errno::EPERM | Errno::EACCES | Errno::EBADF | Errno::EINVAL)
-            ),
+            matches!(result, Err(Errno::EPERM | Errno::EACCES | Errno::EBADF | Errno::EINVAL)),
             "{what}: {result:?}"
         );
     };
@@ -48,22 +41,14 @@ fn attack(fd: &impl AsFd) {
     refused("grow", ftruncate(fd, 1 << 20));
     let hole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     refused("punch a hole", fallocate(fd, hole, 0, 4096));
-    refused(
-        "allocate more",
-        fallocate(fd, FallocateFlags::empty(), 0, 1 << 20),
-    );
-    refused(
-        "add a seal",
-        fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)).map(drop),
-    );
+    refused("allocate more", fallocate(fd, FallocateFlags::empty(), 0, 1 << 20));
+    refused("add a seal", fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)).map(drop));
     refused("map writable", map(fd, read_write).map(drop));
     let reading = map(fd, ProtFlags::PROT_READ).unwrap();
     // SAFETY: the page just mapped; nothing refers to it. If a change of protection succeeds the test fails.
     refused("mprotect", unsafe { mprotect(reading, 4096, read_write) });
     // SAFETY: as above.
-    refused("MADV_REMOVE", unsafe {
-        madvise(reading, 4096, MmapAdvise::MADV_REMOVE)
-    });
+    refused("MADV_REMOVE", unsafe { madvise(reading, 4096, MmapAdvise::MADV_REMOVE) });
     // SAFETY: the page just mapped; nothing refers to it.
     unsafe { munmap(reading, 4096) }.unwrap();
 }
@@ -86,10 +71,7 @@ fn the_client_cannot_change_what_the_daemon_writes() {
     say(&mut daemon, CompletionSlot::accepted(1, 2));
     publish(&mut daemon);
     let mut client = welcome.map().unwrap();
-    assert_eq!(
-        next_completion(&mut client),
-        Some(CompletionSlot::accepted(1, 2))
-    );
+    assert_eq!(next_completion(&mut client), Some(CompletionSlot::accepted(1, 2)));
 }
 
 #[test]
@@ -119,10 +101,7 @@ pub(crate) fn as_another_user(welcome: &Welcome) {
     nix::unistd::setgroups(&[]).unwrap();
     nix::unistd::setgid(nix::unistd::Gid::from_raw(65534)).unwrap();
     nix::unistd::setuid(nix::unistd::Uid::from_raw(65534)).unwrap();
-    assert_eq!(
-        reopen_for_writing(&welcome.down).unwrap_err(),
-        Errno::EACCES
-    );
+    assert_eq!(reopen_for_writing(&welcome.down).unwrap_err(), Errno::EACCES);
     assert_eq!(fchmod(&welcome.down, Mode::S_IRWXU), Err(Errno::EPERM));
     attack(&welcome.down);
 }
