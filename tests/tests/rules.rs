@@ -323,6 +323,24 @@ fn dependencies_have_allowed_licences_and_none_is_banned() {
 }
 
 #[test]
+fn every_dependency_has_a_reason_in_design_md() {
+    let manifest: toml::Table = read(&source::repository().join("Cargo.toml")).parse().expect("TOML");
+    let design = read(&source::repository().join("DESIGN.md"));
+    let (_, table) = design.split_once("## Dependencies").expect("a section about dependencies");
+    // First cells of the table's rows; one may name several crates, and their versions.
+    let cells = table.lines().filter_map(|line| line.strip_prefix("| ")?.split('|').next());
+    let explained: BTreeSet<&str> = cells.flat_map(|cell| cell.split([',', ' '])).collect();
+    let ours = |name: &str| name == "llmd" || name.starts_with("llmd-");
+    let dependencies = manifest["workspace"]["dependencies"].as_table().expect("a table");
+    let missing: Vec<String> = dependencies
+        .keys()
+        .filter(|name| !ours(name) && !explained.contains(name.as_str()))
+        .map(|name| format!("DESIGN.md does not say why {name} is needed"))
+        .collect();
+    assert_none(&missing);
+}
+
+#[test]
 fn tolerated_advisories_are_still_about_something() {
     let deny: toml::Table = read(&source::repository().join("deny.toml")).parse().expect("TOML");
     let names: BTreeSet<String> = locked_packages().into_iter().map(|(name, _)| name).collect();
