@@ -33,14 +33,8 @@ fn ask(question: String) -> Result<(), Error> {
 
     // A chat is rendered through the model's own template. For plain continuation use `GenerateRequest::text`.
     let mut request = GenerateRequest::chat(vec![
-        ChatMessage {
-            role: "system".into(),
-            content: "You are a helpful assistant. Answer in one sentence.".into(),
-        },
-        ChatMessage {
-            role: "user".into(),
-            content: question,
-        },
+        ChatMessage { role: "system".into(), content: "You are a helpful assistant. Answer in one sentence.".into() },
+        ChatMessage { role: "user".into(), content: question },
     ]);
     request.sampling.max_tokens = 200;
 

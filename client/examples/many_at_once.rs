@@ -11,16 +11,7 @@ use std::time::{Duration, Instant};
 
 use llmd_client::{ChatMessage, Client, Error, Event, GenerateRequest, Reject};
 
-const TOPICS: [&str; 8] = [
-    "rivers",
-    "bread",
-    "the Moon",
-    "bees",
-    "glass",
-    "chess",
-    "volcanoes",
-    "paper",
-];
+const TOPICS: [&str; 8] = ["rivers", "bread", "the Moon", "bees", "glass", "chess", "volcanoes", "paper"];
 
 fn main() -> ExitCode {
     let count = match std::env::args().nth(1).map(|n| n.parse::<usize>()) {
@@ -64,15 +55,8 @@ fn main() -> ExitCode {
         }
     }
     let seconds = begun.elapsed().as_secs_f64();
-    println!(
-        "{count} requests, {tokens} tokens in {seconds:.2} s: {:.0} tokens/s",
-        f64::from(tokens) / seconds
-    );
-    if failed {
-        ExitCode::FAILURE
-    } else {
-        ExitCode::SUCCESS
-    }
+    println!("{count} requests, {tokens} tokens in {seconds:.2} s: {:.0} tokens/s", f64::from(tokens) / seconds);
+    if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
 struct Said {
@@ -84,20 +68,13 @@ struct Said {
 
 fn one(client: &Client, topic: &str) -> Result<Said, Error> {
     let content = format!("Tell me one fact about {topic}.");
-    let request = GenerateRequest::chat(vec![ChatMessage {
-        role: "user".into(),
-        content,
-    }])
-    .max_tokens(64);
+    let request = GenerateRequest::chat(vec![ChatMessage { role: "user".into(), content }]).max_tokens(64);
     let asked = Instant::now();
     // A daemon at its limit says Busy. How long to go on trying is the service's choice.
     let mut tries = 0;
     loop {
         match listen(client, &request, asked) {
-            Err(Error::Rejected {
-                reject: Reject::Busy,
-                ..
-            }) if tries < 50 => {
+            Err(Error::Rejected { reject: Reject::Busy, .. }) if tries < 50 => {
                 tries += 1;
                 thread::sleep(Duration::from_millis(100));
             }
@@ -118,9 +95,5 @@ fn listen(client: &Client, request: &GenerateRequest, asked: Instant) -> Result<
             Event::Done { usage, .. } => tokens = usage.output_tokens,
         }
     }
-    Ok(Said {
-        text,
-        tokens,
-        first: first.unwrap_or_default(),
-    })
+    Ok(Said { text, tokens, first: first.unwrap_or_default() })
 }

@@ -31,12 +31,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self {
-            connect_timeout: Duration::from_secs(30),
-            submission_slots: 0,
-            completion_slots: 0,
-            arena_bytes: 0,
-        }
+        Self { connect_timeout: Duration::from_secs(30), submission_slots: 0, completion_slots: 0, arena_bytes: 0 }
     }
 }
 
@@ -64,10 +59,7 @@ impl Client {
     /// Connects to the daemon at its usual place: the socket that LLMD_SOCKET names; else `llmd/llmd.sock` under
     /// XDG_RUNTIME_DIR; else `/run/llmd/llmd.sock`.
     pub fn connect_default() -> Result<Self, Error> {
-        Self::open(
-            default_paths(|name| std::env::var_os(name)),
-            Options::default(),
-        )
+        Self::open(default_paths(|name| std::env::var_os(name)), Options::default())
     }
 
     /// [`Self::connect`] with other than the default options.
@@ -77,14 +69,7 @@ impl Client {
 
     fn open(paths: Vec<PathBuf>, options: Options) -> Result<Self, Error> {
         let session = Mutex::new(Arc::new(open_session(&paths, &options)?));
-        Ok(Self {
-            shared: Arc::new(Shared {
-                pid: std::process::id(),
-                paths,
-                options,
-                session,
-            }),
-        })
+        Ok(Self { shared: Arc::new(Shared { pid: std::process::id(), paths, options, session }) })
     }
 
     /// Sends a request and returns its events to come. Takes microseconds, unless the session must be connected anew, or
@@ -111,11 +96,7 @@ impl Client {
 
     /// The session, connected anew if the last one is over.
     fn session(&self) -> Result<Arc<SessionHandle>, Error> {
-        let mut session = self
-            .shared
-            .session
-            .lock()
-            .unwrap_or_else(|e| e.into_inner());
+        let mut session = self.shared.session.lock().unwrap_or_else(|e| e.into_inner());
         if session.has_ended() {
             *session = Arc::new(open_session(&self.shared.paths, &self.shared.options)?);
         }
@@ -139,10 +120,7 @@ fn open_session(paths: &[PathBuf], options: &Options) -> Result<SessionHandle, E
         }
     }
     let source = not_running.unwrap_or_else(|| std::io::ErrorKind::NotFound.into());
-    Err(Error::NotRunning {
-        paths: paths.to_vec(),
-        source,
-    })
+    Err(Error::NotRunning { paths: paths.to_vec(), source })
 }
 
 fn default_paths(variable: impl Fn(&str) -> Option<std::ffi::OsString>) -> Vec<PathBuf> {
@@ -161,23 +139,12 @@ mod tests {
     #[test]
     fn the_usual_places() {
         let paths = |pairs: &[(&str, &str)]| {
-            default_paths(|name| {
-                pairs
-                    .iter()
-                    .find(|(n, _)| *n == name)
-                    .map(|(_, v)| v.into())
-            })
+            default_paths(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, v)| v.into()))
         };
         assert_eq!(paths(&[]), [PathBuf::from(SYSTEM_SOCKET)]);
-        assert_eq!(
-            paths(&[("LLMD_SOCKET", "/a"), ("XDG_RUNTIME_DIR", "/b")]),
-            [PathBuf::from("/a")]
-        );
+        assert_eq!(paths(&[("LLMD_SOCKET", "/a"), ("XDG_RUNTIME_DIR", "/b")]), [PathBuf::from("/a")]);
         let both = [PathBuf::from("/b/llmd/llmd.sock"), SYSTEM_SOCKET.into()];
-        assert_eq!(
-            paths(&[("LLMD_SOCKET", ""), ("XDG_RUNTIME_DIR", "/b")]),
-            both
-        );
+        assert_eq!(paths(&[("LLMD_SOCKET", ""), ("XDG_RUNTIME_DIR", "/b")]), both);
     }
 
     #[test]

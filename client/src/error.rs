@@ -77,36 +77,18 @@ impl Error {
     pub fn is_transient(&self) -> bool {
         match self {
             Self::NotRunning { .. } | Self::TimedOut(_) | Self::DaemonRestarted => true,
-            Self::Refused { refusal, .. } => {
-                !matches!(refusal, Refusal::BadHello | Refusal::Version)
-            }
-            Self::Rejected { reject, .. } => matches!(
-                reject,
-                Reject::Busy | Reject::Draining | Reject::KvExhausted
-            ),
+            Self::Refused { refusal, .. } => !matches!(refusal, Refusal::BadHello | Refusal::Version),
+            Self::Rejected { reject, .. } => matches!(reject, Reject::Busy | Reject::Draining | Reject::KvExhausted),
             _ => false,
         }
     }
 
     pub(crate) fn of_connect(error: ConnectError, path: &std::path::Path) -> Self {
         match error {
-            ConnectError::NotRunning(source) => Self::NotRunning {
-                paths: vec![path.into()],
-                source,
-            },
-            ConnectError::Denied(source) => Self::Denied {
-                path: path.into(),
-                source,
-            },
+            ConnectError::NotRunning(source) => Self::NotRunning { paths: vec![path.into()], source },
+            ConnectError::Denied(source) => Self::Denied { path: path.into(), source },
             ConnectError::TimedOut(timeout) => Self::TimedOut(timeout),
-            ConnectError::Refused {
-                refusal,
-                retry_after,
-                ..
-            } => Self::Refused {
-                refusal,
-                retry_after,
-            },
+            ConnectError::Refused { refusal, retry_after, .. } => Self::Refused { refusal, retry_after },
             ConnectError::Protocol(what) => Self::Protocol(what.into()),
             ConnectError::System(source) => Self::System(source),
         }

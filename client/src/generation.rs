@@ -38,12 +38,7 @@ pub struct Answer {
 
 impl Generation {
     pub(crate) fn new(session: Arc<SessionHandle>, id: u32, inbox: Arc<Inbox>) -> Self {
-        Self {
-            session,
-            id,
-            inbox,
-            ended: false,
-        }
+        Self { session, id, inbox, ended: false }
     }
 
     /// The request's id on its session, as the daemon's log and `llmctl` show it.
@@ -60,10 +55,7 @@ impl Generation {
 
     /// A handle that cancels this request from another thread.
     pub fn canceller(&self) -> Canceller {
-        Canceller {
-            session: self.session.clone(),
-            id: self.id,
-        }
+        Canceller { session: self.session.clone(), id: self.id }
     }
 
     /// Waits for the next event no longer than `timeout`. `Pending` says that none came in time; the request goes on.
@@ -97,12 +89,7 @@ impl Generation {
                 Event::Tokens(ids) => tokens.extend_from_slice(&ids),
                 Event::Text(piece) => text.push_str(&piece),
                 Event::Done { reason, usage } => {
-                    return Ok(Answer {
-                        text,
-                        tokens,
-                        reason,
-                        usage,
-                    });
+                    return Ok(Answer { text, tokens, reason, usage });
                 }
             }
         }
@@ -149,9 +136,7 @@ impl Stream for Generation {
         if let Some(over) = self.over() {
             return Poll::Ready(over);
         }
-        self.inbox
-            .poll(context.waker())
-            .map(|event| Some(self.seen(event)))
+        self.inbox.poll(context.waker()).map(|event| Some(self.seen(event)))
     }
 }
 

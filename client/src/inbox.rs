@@ -62,18 +62,14 @@ impl Inbox {
         let mut s = self.lock();
         match completion {
             _ if s.abandoned => return false,
-            Completion::Accepted { prompt_tokens } => {
-                s.events.push_back(Ok(Event::Accepted { prompt_tokens }))
-            }
+            Completion::Accepted { prompt_tokens } => s.events.push_back(Ok(Event::Accepted { prompt_tokens })),
             Completion::Tokens { ids, .. } => s.events.push_back(Ok(Event::Tokens(ids))),
             Completion::Text(piece) => {
                 let goes_on = std::mem::replace(&mut s.text_goes_on, piece.more_follows());
                 match s.events.back_mut() {
                     // Slots of one text become one event, unless the owner took the first already.
                     Some(Ok(Event::Text(text))) if goes_on => text.push_str(piece.as_str()),
-                    _ => s
-                        .events
-                        .push_back(Ok(Event::Text(piece.as_str().to_owned()))),
+                    _ => s.events.push_back(Ok(Event::Text(piece.as_str().to_owned()))),
                 }
             }
             Completion::Detail(piece) => {
@@ -82,16 +78,12 @@ impl Inbox {
                 }
                 return false;
             }
-            Completion::Done { reason, usage } => {
-                s.events.push_back(Ok(Event::Done { reason, usage }))
-            }
+            Completion::Done { reason, usage } => s.events.push_back(Ok(Event::Done { reason, usage })),
             Completion::Error { number } => {
                 let detail = std::mem::take(&mut s.detail);
                 let error = match Reject::from_number(number) {
                     Some(reject) => Error::Rejected { reject, detail },
-                    None => Error::Protocol(format!(
-                        "rejected for reason {number}, which this version does not know"
-                    )),
+                    None => Error::Protocol(format!("rejected for reason {number}, which this version does not know")),
                 };
                 s.events.push_back(Err(error));
             }
@@ -136,10 +128,7 @@ impl Inbox {
                 None => self.arrived.wait(s).unwrap_or_else(|e| e.into_inner()),
                 Some(deadline) => {
                     let left = deadline.checked_duration_since(Instant::now())?;
-                    self.arrived
-                        .wait_timeout(s, left)
-                        .unwrap_or_else(|e| e.into_inner())
-                        .0
+                    self.arrived.wait_timeout(s, left).unwrap_or_else(|e| e.into_inner()).0
                 }
             };
         }

@@ -57,6 +57,5 @@ pub use inbox::Event;
 pub use llmd_protocol::completion::TokenIds;
 pub use llmd_protocol::handshake::Refusal;
 pub use llmd_protocol::message::{
-    ChatMessage, FinishReason, GenerateRequest, InvalidParameter, Prompt, Reject, SamplingParams,
-    Usage,
+    ChatMessage, FinishReason, GenerateRequest, InvalidParameter, Prompt, Reject, SamplingParams, Usage,
 };

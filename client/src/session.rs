@@ -97,12 +97,7 @@ pub(crate) enum NotBegun {
 impl Session {
     /// Takes a mapped session over and starts its reading thread.
     pub(crate) fn start(ends: ClientSession) -> Result<SessionHandle, Error> {
-        let ClientSession {
-            terms,
-            socket,
-            submissions,
-            completions,
-        } = ends;
+        let ClientSession { terms, socket, submissions, completions } = ends;
         let session = Arc::new(Self {
             pid: std::process::id(),
             requests_max: terms.geometry.requests_in_flight() as usize,
@@ -112,9 +107,7 @@ impl Session {
             requests: Mutex::default(),
         });
         let readers = session.clone();
-        thread::Builder::new()
-            .name("llmd-reader".into())
-            .spawn(move || readers.read(completions))?;
+        thread::Builder::new().name("llmd-reader".into()).spawn(move || readers.read(completions))?;
         Ok(SessionHandle { session })
     }
 
@@ -136,10 +129,7 @@ impl Session {
                 return Err(NotBegun::SessionEnded);
             }
             if requests.open.len() >= self.requests_max {
-                let detail = format!(
-                    "{} requests are in flight on this session already",
-                    self.requests_max
-                );
+                let detail = format!("{} requests are in flight on this session already", self.requests_max);
                 let reject = llmd_protocol::message::Reject::Busy;
                 return Err(NotBegun::Failed(Error::Rejected { reject, detail }));
             }
@@ -183,9 +173,7 @@ impl Session {
         let begun = Instant::now();
         let (mut sent, mut pause) = (0, PAUSE.0);
         loop {
-            sent = submissions
-                .submit(id, payload, sent)
-                .map_err(|e| self.broken(e))?;
+            sent = submissions.submit(id, payload, sent).map_err(|e| self.broken(e))?;
             if sent == payload.len() {
                 return Ok(());
             }
@@ -265,17 +253,8 @@ impl Session {
             return Ok(false);
         }
         self.send_cancels();
-        let timeout = if lock(&self.cancels).is_empty() {
-            None
-        } else {
-            Some(PAUSE.1)
-        };
-        if !self
-            .socket
-            .wait(timeout)
-            .map_err(|e| e.to_string())?
-            .hung_up
-        {
+        let timeout = if lock(&self.cancels).is_empty() { None } else { Some(PAUSE.1) };
+        if !self.socket.wait(timeout).map_err(|e| e.to_string())?.hung_up {
             return Ok(false);
         }
         while self.deliver(completions)? {}
@@ -312,11 +291,7 @@ impl Requests {
         Ok(read)
     }
 
-    fn deliver(
-        &mut self,
-        slot: CompletionSlot,
-        touched: &mut Vec<Arc<Inbox>>,
-    ) -> Result<(), String> {
+    fn deliver(&mut self, slot: CompletionSlot, touched: &mut Vec<Arc<Inbox>>) -> Result<(), String> {
         let completion = slot.decode().map_err(|e| e.to_string())?;
         let id = slot.request_id();
         // The end of a request that timed out while being sent finds nobody.

@@ -11,9 +11,7 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use futures_core::Stream;
-use llmd_client::{
-    Client, Error, Event, FinishReason, GenerateRequest, Generation, Prompt, Refusal, Reject, Usage,
-};
+use llmd_client::{Client, Error, Event, FinishReason, GenerateRequest, Generation, Prompt, Refusal, Reject, Usage};
 use llmd_protocol::completion::CompletionSlot;
 use llmd_protocol::handshake::{Handshake, Progress};
 use llmd_protocol::layout::SessionState;
@@ -29,8 +27,7 @@ struct Daemon {
 
 impl Daemon {
     fn start(name: &str) -> Self {
-        let path =
-            std::env::temp_dir().join(format!("llmd-client-{}-{name}.sock", std::process::id()));
+        let path = std::env::temp_dir().join(format!("llmd-client-{}-{name}.sock", std::process::id()));
         Self::start_at(path, None)
     }
 
@@ -42,12 +39,7 @@ impl Daemon {
         let (sender, cancels) = channel();
         let stopped = stop.clone();
         let thread = thread::spawn(move || accept(&listener, refusal, &stopped, &sender));
-        Self {
-            path,
-            stop,
-            thread: Some(thread),
-            cancels,
-        }
+        Self { path, stop, thread: Some(thread), cancels }
     }
 
     fn client(&self) -> Client {
@@ -65,12 +57,7 @@ impl Drop for Daemon {
     }
 }
 
-fn accept(
-    listener: &UnixListener,
-    refusal: Option<Refusal>,
-    stop: &Arc<AtomicBool>,
-    cancels: &Sender<u32>,
-) {
+fn accept(listener: &UnixListener, refusal: Option<Refusal>, stop: &Arc<AtomicBool>, cancels: &Sender<u32>) {
     static SESSIONS: AtomicU64 = AtomicU64::new(1);
     let mut sessions = Vec::new();
     while !stop.load(Ordering::Relaxed) {
@@ -86,9 +73,7 @@ fn accept(
             handshake.refuse(refusal, Duration::from_millis(250));
             continue;
         }
-        let session = handshake
-            .welcome(1, SESSIONS.fetch_add(1, Ordering::Relaxed))
-            .unwrap();
+        let session = handshake.welcome(1, SESSIONS.fetch_add(1, Ordering::Relaxed)).unwrap();
         let (stop, cancels) = (stop.clone(), cancels.clone());
         sessions.push(thread::spawn(move || serve(session, &stop, &cancels)));
     }
@@ -105,41 +90,25 @@ fn serve(mut session: DaemonSession, stop: &AtomicBool, cancels: &Sender<u32>) {
                     let _ = cancels.send(request_id);
                     if let Some(at) = waiting.iter().position(|&id| id == request_id) {
                         waiting.swap_remove(at);
-                        let done = CompletionSlot::done(
-                            request_id,
-                            FinishReason::Cancelled,
-                            Usage::default(),
-                        );
+                        let done = CompletionSlot::done(request_id, FinishReason::Cancelled, Usage::default());
                         publish(&mut session, &[done]);
                     }
                 }
-                Submission::Submit {
-                    request_id: id,
-                    payload,
-                } => {
+                Submission::Submit { request_id: id, payload } => {
                     let request = GenerateRequest::decode(&payload).unwrap();
-                    let Prompt::Text(text) = request.prompt else {
-                        panic!("only texts")
-                    };
+                    let Prompt::Text(text) = request.prompt else { panic!("only texts") };
                     match text.as_str() {
                         "die" => return,
                         "close" => {
                             session.submissions.set_state(SessionState::Closed);
                             return session.socket.hang_up();
                         }
-                        "nonsense" => publish(
-                            &mut session,
-                            &[CompletionSlot::from_words([
-                                u64::from(id) | 99 << 32,
-                                0,
-                                0,
-                                0,
-                            ])],
-                        ),
+                        "nonsense" => {
+                            publish(&mut session, &[CompletionSlot::from_words([u64::from(id) | 99 << 32, 0, 0, 0])])
+                        }
                         "reject" => {
                             let mut slots: Vec<_> =
-                                CompletionSlot::detail(id, "the reason, in more than one slot")
-                                    .collect();
+                                CompletionSlot::detail(id, "the reason, in more than one slot").collect();
                             slots.push(CompletionSlot::error(id, Reject::NeverFits));
                             publish(&mut session, &slots);
                         }
@@ -157,10 +126,7 @@ fn serve(mut session: DaemonSession, stop: &AtomicBool, cancels: &Sender<u32>) {
             if drained.hung_up {
                 return;
             }
-            session
-                .submissions
-                .note_doorbells(drained.doorbells)
-                .unwrap();
+            session.submissions.note_doorbells(drained.doorbells).unwrap();
         }
     }
 }
@@ -175,15 +141,8 @@ fn echo(session: &mut DaemonSession, id: u32, text: &str) {
         publish(session, &slots);
         words += 1;
     }
-    let usage = Usage {
-        prompt_tokens: text.len() as u32,
-        cached_tokens: 0,
-        output_tokens: words,
-    };
-    publish(
-        session,
-        &[CompletionSlot::done(id, FinishReason::Stop, usage)],
-    );
+    let usage = Usage { prompt_tokens: text.len() as u32, cached_tokens: 0, output_tokens: words };
+    publish(session, &[CompletionSlot::done(id, FinishReason::Stop, usage)]);
 }
 
 fn publish(session: &mut DaemonSession, slots: &[CompletionSlot]) {
@@ -220,36 +179,13 @@ fn events_come_in_order_and_end() {
     let mut generation = daemon.client().generate(text(words)).unwrap();
     let events: Vec<Event> = generation.by_ref().map(Result::unwrap).collect();
     assert!(generation.next().is_none());
-    assert_eq!(
-        events[0],
-        Event::Accepted {
-            prompt_tokens: words.len() as u32
-        }
-    );
+    assert_eq!(events[0], Event::Accepted { prompt_tokens: words.len() as u32 });
     assert!(matches!(&events[1], Event::Tokens(ids) if **ids == [0]));
     assert_eq!(events[2], Event::Text("one ".into()));
-    let usage = Usage {
-        prompt_tokens: words.len() as u32,
-        cached_tokens: 0,
-        output_tokens: 4,
-    };
-    assert_eq!(
-        *events.last().unwrap(),
-        Event::Done {
-            reason: FinishReason::Stop,
-            usage
-        }
-    );
-    let joined: String = events
-        .iter()
-        .filter_map(|e| {
-            if let Event::Text(t) = e {
-                Some(t.as_str())
-            } else {
-                None
-            }
-        })
-        .collect();
+    let usage = Usage { prompt_tokens: words.len() as u32, cached_tokens: 0, output_tokens: 4 };
+    assert_eq!(*events.last().unwrap(), Event::Done { reason: FinishReason::Stop, usage });
+    let joined: String =
+        events.iter().filter_map(|e| if let Event::Text(t) = e { Some(t.as_str()) } else { None }).collect();
     assert_eq!(joined, words);
 }
 
@@ -265,19 +201,9 @@ fn many_requests_share_a_session() {
                 together.wait();
                 for j in 0..20 {
                     let words = format!("thread {i} says {j} ").repeat(1 + j * 7);
-                    let answer = client
-                        .generate(text(words.as_str()))
-                        .unwrap()
-                        .answer()
-                        .unwrap();
+                    let answer = client.generate(text(words.as_str())).unwrap().answer().unwrap();
                     assert_eq!(answer.text, words);
-                    assert!(
-                        answer
-                            .tokens
-                            .iter()
-                            .copied()
-                            .eq(0..answer.usage.output_tokens)
-                    );
+                    assert!(answer.tokens.iter().copied().eq(0..answer.usage.output_tokens));
                 }
             });
         }
@@ -288,15 +214,7 @@ fn many_requests_share_a_session() {
 fn a_request_larger_than_the_arena_goes_in_parts() {
     let daemon = Daemon::start("large");
     let words = "x".repeat(300_000);
-    assert_eq!(
-        daemon
-            .client()
-            .generate(text(words.as_str()))
-            .unwrap()
-            .text()
-            .unwrap(),
-        words
-    );
+    assert_eq!(daemon.client().generate(text(words.as_str())).unwrap().text().unwrap(), words);
 }
 
 #[test]
@@ -304,15 +222,8 @@ fn dropping_cancels_and_so_does_cancel() {
     let daemon = Daemon::start("cancel");
     let client = daemon.client();
     let mut generation = client.generate(text("wait")).unwrap();
-    assert_eq!(
-        generation.next().unwrap().unwrap(),
-        Event::Accepted { prompt_tokens: 1 }
-    );
-    assert!(
-        generation
-            .next_within(Duration::from_millis(10))
-            .is_pending()
-    );
+    assert_eq!(generation.next().unwrap().unwrap(), Event::Accepted { prompt_tokens: 1 });
+    assert!(generation.next_within(Duration::from_millis(10)).is_pending());
     let id = generation.id();
     drop(generation);
     assert_eq!(daemon.cancels.recv_timeout(Duration::from_secs(5)), Ok(id));
@@ -326,29 +237,17 @@ fn dropping_cancels_and_so_does_cancel() {
     let late = done.canceller();
     done.text().unwrap();
     late.cancel();
-    assert!(
-        daemon
-            .cancels
-            .recv_timeout(Duration::from_millis(50))
-            .is_ok(),
-        "the one of the canceller"
-    );
-    assert!(
-        daemon
-            .cancels
-            .recv_timeout(Duration::from_millis(50))
-            .is_err()
-    );
+    assert!(daemon.cancels.recv_timeout(Duration::from_millis(50)).is_ok(), "the one of the canceller");
+    assert!(daemon.cancels.recv_timeout(Duration::from_millis(50)).is_err());
 }
 
 #[test]
 fn a_rejection_comes_with_its_reason() {
     let daemon = Daemon::start("reject");
     match daemon.client().generate(text("reject")).unwrap().text() {
-        Err(Error::Rejected {
-            reject: Reject::NeverFits,
-            detail,
-        }) => assert_eq!(detail, "the reason, in more than one slot"),
+        Err(Error::Rejected { reject: Reject::NeverFits, detail }) => {
+            assert_eq!(detail, "the reason, in more than one slot")
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -359,29 +258,16 @@ fn what_is_invalid_is_not_sent() {
     let mut request = text("x");
     request.sampling.top_p = 2.0;
     let error = daemon.client().generate(&request).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "invalid request: top_p must be a number above 0 and at most 1"
-    );
+    assert_eq!(error.to_string(), "invalid request: top_p must be a number above 0 and at most 1");
 }
 
 #[test]
 fn requests_in_flight_are_bounded() {
     let daemon = Daemon::start("bounded");
     let client = daemon.client();
-    let held: Vec<Generation> = (0..256)
-        .map(|_| client.generate(text("wait")).unwrap())
-        .collect();
+    let held: Vec<Generation> = (0..256).map(|_| client.generate(text("wait")).unwrap()).collect();
     let error = client.generate(text("one more")).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            Error::Rejected {
-                reject: Reject::Busy,
-                ..
-            }
-        ) && error.is_transient()
-    );
+    assert!(matches!(error, Error::Rejected { reject: Reject::Busy, .. }) && error.is_transient());
     // A dropped request counts until the daemon has ended it.
     drop(held);
     let deadline = Instant::now() + Duration::from_secs(5);
@@ -402,28 +288,13 @@ fn a_restart_ends_what_is_in_flight_and_the_next_request_reconnects() {
     let dying = client.generate(text("die")).unwrap();
     assert!(matches!(dying.text(), Err(Error::DaemonRestarted)));
     assert!(matches!(waiting.text(), Err(Error::DaemonRestarted)));
-    assert_eq!(
-        client.generate(text("back")).unwrap().text().unwrap(),
-        "back"
-    );
+    assert_eq!(client.generate(text("back")).unwrap().text().unwrap(), "back");
     // Ended on purpose is another error.
-    assert!(matches!(
-        client.generate(text("close")).unwrap().text(),
-        Err(Error::Disconnected)
-    ));
-    assert_eq!(
-        client.generate(text("back again")).unwrap().text().unwrap(),
-        "back again"
-    );
+    assert!(matches!(client.generate(text("close")).unwrap().text(), Err(Error::Disconnected)));
+    assert_eq!(client.generate(text("back again")).unwrap().text().unwrap(), "back again");
     // Records that make no sense end the session, not the process.
-    assert!(matches!(
-        client.generate(text("nonsense")).unwrap().text(),
-        Err(Error::Protocol(_))
-    ));
-    assert_eq!(
-        client.generate(text("still here")).unwrap().text().unwrap(),
-        "still here"
-    );
+    assert!(matches!(client.generate(text("nonsense")).unwrap().text(), Err(Error::Protocol(_))));
+    assert_eq!(client.generate(text("still here")).unwrap().text().unwrap(), "still here");
     // Gone for good, then there again.
     let path = daemon.path.clone();
     let waiting = client.generate(text("wait")).unwrap();
@@ -431,27 +302,21 @@ fn a_restart_ends_what_is_in_flight_and_the_next_request_reconnects() {
     assert!(matches!(waiting.text(), Err(Error::DaemonRestarted)));
     let error = client.generate(text("anyone?")).unwrap_err();
     assert!(
-        matches!(&error, Error::NotRunning { .. })
-            && error.to_string().contains("systemctl start llmd"),
+        matches!(&error, Error::NotRunning { .. }) && error.to_string().contains("systemctl start llmd"),
         "{error}"
     );
     let _daemon = Daemon::start_at(path, None);
-    assert_eq!(
-        client.generate(text("hello")).unwrap().text().unwrap(),
-        "hello"
-    );
+    assert_eq!(client.generate(text("hello")).unwrap().text().unwrap(), "hello");
 }
 
 #[test]
 fn a_refusal_says_why() {
-    let path =
-        std::env::temp_dir().join(format!("llmd-client-{}-refused.sock", std::process::id()));
+    let path = std::env::temp_dir().join(format!("llmd-client-{}-refused.sock", std::process::id()));
     let daemon = Daemon::start_at(path, Some(Refusal::Draining));
     match Client::connect(&daemon.path) {
-        Err(Error::Refused {
-            refusal: Refusal::Draining,
-            retry_after,
-        }) => assert_eq!(retry_after, Duration::from_millis(250)),
+        Err(Error::Refused { refusal: Refusal::Draining, retry_after }) => {
+            assert_eq!(retry_after, Duration::from_millis(250))
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -472,14 +337,8 @@ fn a_generation_is_a_stream() {
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut context = Context::from_waker(&waker);
     // Several streams on one thread, polled whenever any has something.
-    let mut streams: Vec<_> = (0..8)
-        .map(|i| {
-            (
-                client.generate(text(format!("stream {i} of 8"))).unwrap(),
-                String::new(),
-            )
-        })
-        .collect();
+    let mut streams: Vec<_> =
+        (0..8).map(|i| (client.generate(text(format!("stream {i} of 8"))).unwrap(), String::new())).collect();
     let mut open = streams.len();
     while open > 0 {
         open = 0;

@@ -19,7 +19,8 @@ pub struct ForwardBatch {
     /// Tokens of each sequence that are in the cache once this step's have been written, (S).
     pub context_lens: Vec<u32>,
     /// Block ids of all sequences, one table after another; sequence s has
-    /// `block_tables[block_table_starts[s]..block_table_starts[s + 1]]`, at least ceil(context_lens[s] / BLOCK_TOKENS).
+    /// `block_tables[block_table_starts[s]..block_table_starts[s + 1]]`, at least
+    /// `ceil(context_lens[s] / BLOCK_TOKENS)`.
     pub block_tables: Vec<u32>,
     /// (S + 1), see `block_tables`.
     pub block_table_starts: Vec<u32>,

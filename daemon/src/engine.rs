@@ -15,15 +15,15 @@ use llmd_protocol::message::{self, Reject, Usage};
 
 use crate::backend::BackendError;
 use crate::batch::ForwardBatch;
-use crate::intake::{Refusal, Submission};
+use crate::intake::{Submission, Verdict};
 use crate::metrics::{Finished, Metrics, StepSample};
 use crate::model::runner::Runner;
-use crate::outbox::{Opened, Outbox, Pressure};
+use crate::outbox::{Outbox, Pressure};
 use crate::plan::{PlanEntry, StepPlan};
 use crate::sampler::{Sampler, Tokens};
 use crate::scheduler::{Ended, Scheduler, SubmitError};
 use crate::sequence::{FinishReason, SequenceId};
-use crate::sessions::SessionKey;
+use crate::sessions::{Arrival, Refusal, SessionKey};
 use crate::step_log::StepLog;
 use crate::stream::{Stream, Streams};
 use crate::text::tokenizer::Tokenizer;
@@ -38,38 +38,10 @@ const SPILL_POLL: Duration = Duration::from_millis(5);
 
 /// Everything that reaches the engine from outside.
 pub enum Event {
-    /// A client has connected.
-    SessionOpened(Box<Opened>),
-    /// A client has hung up, or was closed for lying.
-    SessionClosed {
-        /// Which.
-        session: SessionKey,
-    },
-    /// A request that passed the intake.
-    Submit(Box<Submission>),
-    /// A request the intake refused.
-    Refuse {
-        /// Whose.
-        session: SessionKey,
-        /// The client's number for it.
-        request: u32,
-        /// Why.
-        refusal: Refusal,
-    },
-    /// A request cancelled before it was read.
-    CancelledEarly {
-        /// Whose.
-        session: SessionKey,
-        /// The client's number for it.
-        request: u32,
-    },
-    /// The client wants no more of a request.
-    Cancel {
-        /// Whose.
-        session: SessionKey,
-        /// The client's number for it.
-        request: u32,
-    },
+    /// From the sessions thread.
+    Session(Arrival),
+    /// From the intake's workers.
+    Intake(Verdict),
     /// Admit nothing more, finish what runs, then end the loop.
     Drain,
     /// End the loop now, whatever runs: the drain took too long.
@@ -170,20 +142,23 @@ impl Turn {
                 }
             };
             match event {
-                Event::SessionOpened(opened) => self.engine.outbox.open(*opened),
-                Event::SessionClosed { session } => {
+                Event::Session(Arrival::Opened(opened)) => self.engine.outbox.open(*opened),
+                Event::Session(Arrival::Closed { session }) => {
                     for sequence in self.engine.outbox.close(session) {
                         self.finish(sequence, FinishReason::Cancelled);
                     }
                 }
-                Event::Submit(submission) => self.submit(*submission),
-                Event::Refuse { session, request, refusal } => self.refuse(session, request, &refusal),
-                Event::CancelledEarly { session, request } => self.cancelled_early(session, request),
-                Event::Cancel { session, request } => {
+                Event::Session(Arrival::Cancelled { session, request }) => {
                     if let Some(sequence) = self.engine.outbox.sequence(session, request) {
                         self.finish(sequence, FinishReason::Cancelled);
                     }
                 }
+                Event::Intake(Verdict::Admitted(submission)) => self.submit(*submission),
+                Event::Session(Arrival::Refused { session, request, refusal })
+                | Event::Intake(Verdict::Refused { session, request, refusal }) => {
+                    self.refuse(session, request, &refusal);
+                }
+                Event::Intake(Verdict::Cancelled { session, request }) => self.cancelled_early(session, request),
                 Event::Drain => self.engine.draining.store(true, Ordering::Relaxed),
                 Event::Stop => return Some(self.ended()),
             }
@@ -224,7 +199,8 @@ impl Turn {
             Ok(id) => {
                 let begun = self.engine.outbox.begin(session, request, id);
                 assert!(begun, "the session is open and the number is free: both were just checked");
-                let stream = Stream::new(session, request, received, &self.engine.tokenizer, &prompt_end, &stop, min_tokens);
+                let stream =
+                    Stream::new(session, request, received, &self.engine.tokenizer, &prompt_end, &stop, min_tokens);
                 self.streams.insert(id, stream);
                 self.engine.metrics.accepted(prompt_tokens as usize);
                 self.engine.outbox.push(session, CompletionSlot::accepted(request, prompt_tokens), Instant::now());

@@ -12,28 +12,13 @@ use std::time::Instant;
 
 use llmd_protocol::message::{GenerateRequest, Prompt, Reject};
 
-use crate::engine::Event;
 use crate::sequence::{NewSequence, Sampling};
-use crate::sessions::{SessionKey, SessionShared};
-use crate::text::tokenizer::Tokenizer;
+use crate::sessions::{Job, Refusal, SessionKey};
 use crate::text::chat_template::ChatTemplate;
+use crate::text::tokenizer::Tokenizer;
 
 /// Requests that may wait for a worker; the next one is answered `Busy`.
 pub const QUEUE_MAX: usize = 1024;
-
-/// A request as the sessions thread took it from the ring.
-pub struct Job {
-    /// Whose.
-    pub session: Arc<SessionShared>,
-    /// The client's number for it.
-    pub request: u32,
-    /// The encoded `GenerateRequest`.
-    pub payload: Vec<u8>,
-    /// When it was taken from the ring.
-    pub received: Instant,
-    /// Set when the client cancels before the engine has the request.
-    pub cancelled: Arc<AtomicBool>,
-}
 
 /// A request that passed every check that needs no scheduler.
 pub struct Submission {
@@ -51,19 +36,26 @@ pub struct Submission {
     pub stop: Vec<String>,
 }
 
-/// A refusal with a sentence that says what is wrong.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Refusal {
-    /// The kind, which programs act on.
-    pub reject: Reject,
-    /// For people.
-    pub detail: String,
-}
-
-impl Refusal {
-    fn new(reject: Reject, detail: impl Into<String>) -> Self {
-        Self { reject, detail: detail.into() }
-    }
+/// What became of a request that was read.
+pub enum Verdict {
+    /// It passed.
+    Admitted(Box<Submission>),
+    /// It did not.
+    Refused {
+        /// Whose.
+        session: SessionKey,
+        /// The client's number for it.
+        request: u32,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// Its client had cancelled it already.
+    Cancelled {
+        /// Whose.
+        session: SessionKey,
+        /// The client's number for it.
+        request: u32,
+    },
 }
 
 /// What the checks need to know.
@@ -168,17 +160,18 @@ fn random_seed() -> u64 {
     std::hash::RandomState::new().hash_one(0u8)
 }
 
-/// Starts `threads` workers that share the queue behind `jobs`. They end when every sender of jobs is dropped.
+/// Starts `threads` workers that share the queue behind `jobs` and give every request's verdict to `answer`. They end when
+/// every sender of jobs is dropped, or when `answer` says that nobody listens any more.
 pub fn spawn_workers(
     threads: usize,
     intake: &Arc<Intake>,
     jobs: mpsc::Receiver<Job>,
-    events: &mpsc::SyncSender<Event>,
+    answer: impl Fn(Verdict) -> bool + Clone + Send + 'static,
 ) -> std::io::Result<Vec<JoinHandle<()>>> {
     let jobs = Arc::new(std::sync::Mutex::new(jobs));
     (0..threads)
         .map(|n| {
-            let (intake, jobs, events) = (Arc::clone(intake), Arc::clone(&jobs), events.clone());
+            let (intake, jobs, answer) = (Arc::clone(intake), Arc::clone(&jobs), answer.clone());
             std::thread::Builder::new().name(format!("llmd-intake-{n}")).spawn(move || {
                 loop {
                     let job = match jobs.lock() {
@@ -186,8 +179,7 @@ pub fn spawn_workers(
                         Err(_) => return,
                     };
                     let Ok(job) = job else { return };
-                    // The engine outlives the workers; when it is gone there is nobody to answer.
-                    if events.send(work(&intake, job)).is_err() {
+                    if !answer(work(&intake, job)) {
                         return;
                     }
                 }
@@ -196,10 +188,10 @@ pub fn spawn_workers(
         .collect()
 }
 
-fn work(intake: &Intake, job: Job) -> Event {
+fn work(intake: &Intake, job: Job) -> Verdict {
     let Job { session, request, payload, received, cancelled } = job;
     if cancelled.load(Ordering::Relaxed) {
-        return Event::CancelledEarly { session: session.key, request };
+        return Verdict::Cancelled { session: session.key, request };
     }
     // A defect in a tokenizer or a template is one request's failure, not the daemon's.
     let admitted = catch_unwind(AssertUnwindSafe(|| intake.admit(&payload, session.peer.uid))).unwrap_or_else(|_| {
@@ -207,7 +199,7 @@ fn work(intake: &Intake, job: Job) -> Event {
         Err(Refusal::new(Reject::Internal, "the request could not be read; the daemon's log has the details"))
     });
     match admitted {
-        Ok((sequence, stop)) => Event::Submit(Box::new(Submission {
+        Ok((sequence, stop)) => Verdict::Admitted(Box::new(Submission {
             session: session.key,
             request,
             received,
@@ -215,6 +207,6 @@ fn work(intake: &Intake, job: Job) -> Event {
             sequence,
             stop,
         })),
-        Err(refusal) => Event::Refuse { session: session.key, request, refusal },
+        Err(refusal) => Verdict::Refused { session: session.key, request, refusal },
     }
 }

@@ -144,8 +144,8 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
     let (http_listener, _http_file) = match (passed.metrics, &settings.metrics) {
         (Some(listener), _) => (Some(listener), None),
         (None, Some(MetricsAddress::Tcp(address))) => {
-            let listener = std::net::TcpListener::bind(address)
-                .map_err(|e| format!("cannot serve metrics on {address}: {e}"))?;
+            let listener =
+                std::net::TcpListener::bind(address).map_err(|e| format!("cannot serve metrics on {address}: {e}"))?;
             log::info!("metrics: http://{}/metrics", listener.local_addr()?);
             (Some(AnyListener::Tcp(listener)), None)
         }
@@ -193,7 +193,9 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
         context_max: loaded.context_max,
         salt: std::hash::RandomState::new(),
     });
-    intake::spawn_workers(INTAKE_THREADS, &intake, worker_jobs, &events)?;
+    let answers = events.clone();
+    let answer = move |verdict| answers.send(Event::Intake(verdict)).is_ok();
+    intake::spawn_workers(INTAKE_THREADS, &intake, worker_jobs, answer)?;
     let (notifier, _) = Notifier::spawn(Arc::clone(&metrics))?;
     let (step_log, step_log_thread) = match &settings.step_log {
         Some(path) => {
@@ -224,7 +226,11 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
         requests_per_session_max: settings.requests_per_session as u32,
     };
     let outlets = Outlets {
-        events: events.clone(),
+        arrivals: {
+            let events = events.clone();
+            // An error says that the engine has ended, and with it everything there is to tell.
+            Box::new(move |arrival| drop(events.send(Event::Session(arrival))))
+        },
         jobs,
         table,
         metrics: Arc::clone(&metrics),

@@ -34,7 +34,8 @@ impl Notifier {
     /// Starts the thread. It ends when every `Notifier` is dropped.
     pub fn spawn(metrics: Arc<Metrics>) -> io::Result<(Self, JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel::<Vec<Notice>>();
-        let thread = std::thread::Builder::new().name("llmd-notifier".into()).spawn(move || run(&receiver, &metrics))?;
+        let thread =
+            std::thread::Builder::new().name("llmd-notifier".into()).spawn(move || run(&receiver, &metrics))?;
         Ok((Self { sender }, thread))
     }
 

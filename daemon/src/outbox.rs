@@ -18,24 +18,12 @@ use llmd_protocol::session::{CompletionDoorbell, CompletionProducer};
 use crate::metrics::Metrics;
 use crate::notifier::{Notice, Notifier};
 use crate::sequence::SequenceId;
-use crate::sessions::{SessionKey, SessionShared};
+use crate::sessions::{Opened, SessionKey, SessionShared};
 
 /// Slots of one spill. At half of it the session is suspended whatever the time; the rest is room for what its requests
 /// in flight still have to say.
 const SPILL_SLOTS_MAX: usize = SPILL_BYTES / size_of::<CompletionSlot>();
 const SUSPEND_AT_SLOTS: usize = SPILL_SLOTS_MAX / 2;
-
-/// A new session's parts that are the engine's.
-pub struct Opened {
-    /// Who it is.
-    pub shared: Arc<SessionShared>,
-    /// Where its answers go.
-    pub completions: CompletionProducer,
-    /// How its client is woken.
-    pub doorbell: CompletionDoorbell,
-    /// How it is ended from our side.
-    pub socket: SessionSocket,
-}
 
 /// What a session's backlog asks of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

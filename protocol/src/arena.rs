@@ -18,12 +18,7 @@ pub(crate) struct Arena {
 
 impl Arena {
     pub(crate) fn new(bytes: u32) -> Self {
-        Self {
-            bytes,
-            taken: 0,
-            given_back: 0,
-            parts: VecDeque::new(),
-        }
+        Self { bytes, taken: 0, given_back: 0, parts: VecDeque::new() }
     }
 
     /// Room for `len` bytes in one piece, used by the slot of this index; its offset, or None if there is none now.
@@ -45,10 +40,7 @@ impl Arena {
     /// The daemon has read all slots before `head`.
     pub(crate) fn give_back(&mut self, head: u32) {
         // A slot's index lies at most one ring before or after the head, so the sign of the distance tells.
-        while let Some((_, end)) = self
-            .parts
-            .pop_front_if(|&mut (index, _)| (head.wrapping_sub(index) as i32) > 0)
-        {
+        while let Some((_, end)) = self.parts.pop_front_if(|&mut (index, _)| (head.wrapping_sub(index) as i32) > 0) {
             self.given_back = end;
         }
     }

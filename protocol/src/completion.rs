@@ -45,23 +45,12 @@ pub struct CompletionSlot {
 
 impl CompletionSlot {
     fn new(request_id: u32, kind: u8) -> Self {
-        Self {
-            request_id,
-            kind,
-            count: 0,
-            flags: 0,
-            index: 0,
-            aux: 0,
-            payload: [0; 16],
-        }
+        Self { request_id, kind, count: 0, flags: 0, index: 0, aux: 0, payload: [0; 16] }
     }
 
     /// The request was taken; its prompt has this many tokens.
     pub fn accepted(request_id: u32, prompt_tokens: u32) -> Self {
-        Self {
-            aux: prompt_tokens,
-            ..Self::new(request_id, ACCEPTED)
-        }
+        Self { aux: prompt_tokens, ..Self::new(request_id, ACCEPTED) }
     }
 
     /// Up to four generated ids, the first of which is the output's `index`-th, counted from 0.
@@ -69,15 +58,8 @@ impl CompletionSlot {
     /// # Panics
     /// If `ids` holds none or more than [`TOKENS_PER_SLOT`].
     pub fn tokens(request_id: u32, index: u32, ids: &[u32]) -> Self {
-        assert!(
-            (1..=TOKENS_PER_SLOT).contains(&ids.len()),
-            "1..=4 ids fit one slot"
-        );
-        let mut slot = Self {
-            index,
-            count: ids.len() as u8,
-            ..Self::new(request_id, TOKENS)
-        };
+        assert!((1..=TOKENS_PER_SLOT).contains(&ids.len()), "1..=4 ids fit one slot");
+        let mut slot = Self { index, count: ids.len() as u8, ..Self::new(request_id, TOKENS) };
         for (bytes, id) in slot.payload.chunks_exact_mut(4).zip(ids) {
             bytes.copy_from_slice(&id.to_le_bytes());
         }
@@ -86,28 +68,17 @@ impl CompletionSlot {
 
     /// Generated text, in as many slots as it takes; none for an empty text.
     pub fn text(request_id: u32, text: &str) -> TextSlots<'_> {
-        TextSlots {
-            request_id,
-            kind: TEXT,
-            rest: text,
-        }
+        TextSlots { request_id, kind: TEXT, rest: text }
     }
 
     /// The explanation of the ERROR that follows, cut to [`DETAIL_BYTES_MAX`].
     pub fn detail(request_id: u32, text: &str) -> TextSlots<'_> {
-        TextSlots {
-            request_id,
-            kind: DETAIL,
-            rest: &text[..text.floor_char_boundary(DETAIL_BYTES_MAX)],
-        }
+        TextSlots { request_id, kind: DETAIL, rest: &text[..text.floor_char_boundary(DETAIL_BYTES_MAX)] }
     }
 
     /// The request ended well. Terminal.
     pub fn done(request_id: u32, reason: FinishReason, usage: Usage) -> Self {
-        let mut slot = Self {
-            aux: u32::from(reason.number()),
-            ..Self::new(request_id, DONE)
-        };
+        let mut slot = Self { aux: u32::from(reason.number()), ..Self::new(request_id, DONE) };
         slot.payload[0..4].copy_from_slice(&usage.prompt_tokens.to_le_bytes());
         slot.payload[4..8].copy_from_slice(&usage.cached_tokens.to_le_bytes());
         slot.payload[8..12].copy_from_slice(&usage.output_tokens.to_le_bytes());
@@ -116,10 +87,7 @@ impl CompletionSlot {
 
     /// The request ended without an answer. Terminal.
     pub fn error(request_id: u32, reject: Reject) -> Self {
-        Self {
-            aux: reject.number(),
-            ..Self::new(request_id, ERROR)
-        }
+        Self { aux: reject.number(), ..Self::new(request_id, ERROR) }
     }
 
     /// The request it speaks of.
@@ -135,8 +103,7 @@ impl CompletionSlot {
     /// The slot as the words stored in the ring.
     #[inline]
     pub fn to_words(self) -> [u64; COMPLETION_WORDS] {
-        let half =
-            |at: usize| u64::from_le_bytes(self.payload[at..at + 8].try_into().expect("8 bytes"));
+        let half = |at: usize| u64::from_le_bytes(self.payload[at..at + 8].try_into().expect("8 bytes"));
         [
             u64::from(self.request_id)
                 | u64::from(self.kind) << 32
@@ -167,49 +134,22 @@ impl CompletionSlot {
 
     /// What the slot says.
     pub fn decode(&self) -> Result<Completion, BadSlot> {
-        let bad = BadSlot {
-            request_id: self.request_id,
-            kind: self.kind,
-        };
-        let u32_at =
-            |at: usize| u32::from_le_bytes(self.payload[at..at + 4].try_into().expect("4 bytes"));
+        let bad = BadSlot { request_id: self.request_id, kind: self.kind };
+        let u32_at = |at: usize| u32::from_le_bytes(self.payload[at..at + 4].try_into().expect("4 bytes"));
         match self.kind {
-            ACCEPTED => Ok(Completion::Accepted {
-                prompt_tokens: self.aux,
-            }),
+            ACCEPTED => Ok(Completion::Accepted { prompt_tokens: self.aux }),
             TOKENS if (1..=TOKENS_PER_SLOT).contains(&usize::from(self.count)) => {
                 let ids = [u32_at(0), u32_at(4), u32_at(8), u32_at(12)];
-                Ok(Completion::Tokens {
-                    index: self.index,
-                    ids: TokenIds {
-                        ids,
-                        len: self.count,
-                    },
-                })
+                Ok(Completion::Tokens { index: self.index, ids: TokenIds { ids, len: self.count } })
             }
             TEXT | DETAIL if (1..=TEXT_BYTES_PER_SLOT).contains(&usize::from(self.count)) => {
                 std::str::from_utf8(&self.payload[..usize::from(self.count)]).map_err(|_| bad)?;
-                let text = TextPiece {
-                    bytes: self.payload,
-                    len: self.count,
-                    more: self.flags & FLAG_MORE != 0,
-                };
-                Ok(if self.kind == TEXT {
-                    Completion::Text(text)
-                } else {
-                    Completion::Detail(text)
-                })
+                let text = TextPiece { bytes: self.payload, len: self.count, more: self.flags & FLAG_MORE != 0 };
+                Ok(if self.kind == TEXT { Completion::Text(text) } else { Completion::Detail(text) })
             }
             DONE => {
-                let reason = u8::try_from(self.aux)
-                    .ok()
-                    .and_then(FinishReason::from_number)
-                    .ok_or(bad)?;
-                let usage = Usage {
-                    prompt_tokens: u32_at(0),
-                    cached_tokens: u32_at(4),
-                    output_tokens: u32_at(8),
-                };
+                let reason = u8::try_from(self.aux).ok().and_then(FinishReason::from_number).ok_or(bad)?;
+                let usage = Usage { prompt_tokens: u32_at(0), cached_tokens: u32_at(4), output_tokens: u32_at(8) };
                 Ok(Completion::Done { reason, usage })
             }
             ERROR => Ok(Completion::Error { number: self.aux }),
@@ -324,9 +264,7 @@ impl Iterator for TextSlots<'_> {
             return None;
         }
         // A character has at most 4 bytes, so the cut is above 0.
-        let (piece, rest) = self
-            .rest
-            .split_at(self.rest.floor_char_boundary(TEXT_BYTES_PER_SLOT));
+        let (piece, rest) = self.rest.split_at(self.rest.floor_char_boundary(TEXT_BYTES_PER_SLOT));
         self.rest = rest;
         let mut slot = CompletionSlot {
             count: piece.len() as u8,
@@ -352,30 +290,15 @@ mod tests {
 
     #[test]
     fn facts_survive() {
-        assert_eq!(
-            through(CompletionSlot::accepted(7, 12)),
-            Completion::Accepted { prompt_tokens: 12 }
-        );
-        let Completion::Tokens { index: 9, ids } =
-            through(CompletionSlot::tokens(7, 9, &[1, u32::MAX, 3]))
-        else {
+        assert_eq!(through(CompletionSlot::accepted(7, 12)), Completion::Accepted { prompt_tokens: 12 });
+        let Completion::Tokens { index: 9, ids } = through(CompletionSlot::tokens(7, 9, &[1, u32::MAX, 3])) else {
             panic!("not tokens");
         };
         assert_eq!(*ids, [1, u32::MAX, 3]);
-        let usage = Usage {
-            prompt_tokens: 1,
-            cached_tokens: 2,
-            output_tokens: u32::MAX,
-        };
+        let usage = Usage { prompt_tokens: 1, cached_tokens: 2, output_tokens: u32::MAX };
         let done = CompletionSlot::done(7, FinishReason::StopString, usage);
         assert!(done.is_terminal());
-        assert_eq!(
-            through(done),
-            Completion::Done {
-                reason: FinishReason::StopString,
-                usage
-            }
-        );
+        assert_eq!(through(done), Completion::Done { reason: FinishReason::StopString, usage });
         let error = CompletionSlot::error(u32::MAX, Reject::Busy);
         assert!(error.is_terminal() && error.request_id() == u32::MAX);
         assert_eq!(through(error), Completion::Error { number: 6 });
@@ -385,12 +308,7 @@ mod tests {
     fn a_slot_is_the_drawn_bytes() {
         let words = CompletionSlot::tokens(0x0403_0201, 0x0807_0605, &[0x0c0b_0a09]).to_words();
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        assert_eq!(
-            bytes[..20],
-            [
-                1, 2, 3, 4, 2, 1, 0, 0, 5, 6, 7, 8, 0, 0, 0, 0, 9, 10, 11, 12
-            ]
-        );
+        assert_eq!(bytes[..20], [1, 2, 3, 4, 2, 1, 0, 0, 5, 6, 7, 8, 0, 0, 0, 0, 9, 10, 11, 12]);
     }
 
     #[test]

@@ -46,19 +46,13 @@ pub struct Drained {
 impl SessionSocket {
     /// The socket of a finished handshake.
     pub fn new(stream: UnixStream) -> Self {
-        Self {
-            stream: Arc::new(stream),
-        }
+        Self { stream: Arc::new(stream) }
     }
 
     /// Sends a doorbell. Never blocks, never raises SIGPIPE.
     pub fn ring(&self) -> Rang {
         loop {
-            return match send(
-                self.stream.as_raw_fd(),
-                &[1],
-                MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL,
-            ) {
+            return match send(self.stream.as_raw_fd(), &[1], MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL) {
                 Ok(_) => Rang::Sent,
                 Err(Errno::EINTR) => continue,
                 Err(Errno::EAGAIN | Errno::ENOBUFS | Errno::ENOMEM) => Rang::AlreadyPending,
@@ -72,23 +66,11 @@ impl SessionSocket {
         let mut buffer = [0; 256];
         loop {
             return match recv(self.stream.as_raw_fd(), &mut buffer, MsgFlags::MSG_DONTWAIT) {
-                Ok(0) => Drained {
-                    doorbells: 0,
-                    hung_up: true,
-                },
-                Ok(doorbells) => Drained {
-                    doorbells,
-                    hung_up: false,
-                },
+                Ok(0) => Drained { doorbells: 0, hung_up: true },
+                Ok(doorbells) => Drained { doorbells, hung_up: false },
                 Err(Errno::EINTR) => continue,
-                Err(Errno::EAGAIN) => Drained {
-                    doorbells: 0,
-                    hung_up: false,
-                },
-                Err(_) => Drained {
-                    doorbells: 0,
-                    hung_up: true,
-                },
+                Err(Errno::EAGAIN) => Drained { doorbells: 0, hung_up: false },
+                Err(_) => Drained { doorbells: 0, hung_up: true },
             };
         }
     }
@@ -102,19 +84,12 @@ impl SessionSocket {
                 // Up to the next millisecond, so that a wait for less does not become a busy loop.
                 Some(d) => {
                     let left = d.saturating_duration_since(Instant::now());
-                    PollTimeout::try_from(left.as_micros().div_ceil(1000))
-                        .unwrap_or(PollTimeout::MAX)
+                    PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX)
                 }
             };
-            match poll(
-                &mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)],
-                left,
-            ) {
+            match poll(&mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)], left) {
                 Ok(0) => {
-                    return Ok(Drained {
-                        doorbells: 0,
-                        hung_up: false,
-                    });
+                    return Ok(Drained { doorbells: 0, hung_up: false });
                 }
                 Ok(_) => return Ok(self.drain()),
                 Err(Errno::EINTR) => {}
@@ -159,16 +134,8 @@ mod tests {
     fn a_wait_ends_in_time() {
         let (a, _b) = UnixStream::pair().unwrap();
         let begun = Instant::now();
-        let drained = SessionSocket::new(a)
-            .wait(Some(Duration::from_micros(1500)))
-            .unwrap();
-        assert_eq!(
-            drained,
-            Drained {
-                doorbells: 0,
-                hung_up: false
-            }
-        );
+        let drained = SessionSocket::new(a).wait(Some(Duration::from_micros(1500))).unwrap();
+        assert_eq!(drained, Drained { doorbells: 0, hung_up: false });
         assert!(begun.elapsed() >= Duration::from_micros(1500));
     }
 }

@@ -126,10 +126,7 @@ impl GenerateRequest {
             Prompt::Chat(messages) => {
                 for m in messages {
                     let role_len = (m.role.len() as u32).to_le_bytes();
-                    out.required(
-                        tag::CHAT_MESSAGE,
-                        &[&role_len, m.role.as_bytes(), m.content.as_bytes()],
-                    );
+                    out.required(tag::CHAT_MESSAGE, &[&role_len, m.role.as_bytes(), m.content.as_bytes()]);
                 }
             }
         }
@@ -139,21 +136,9 @@ impl GenerateRequest {
             (tag::TEMPERATURE, s.temperature, default.temperature),
             (tag::TOP_P, s.top_p, default.top_p),
             (tag::MIN_P, s.min_p, default.min_p),
-            (
-                tag::REPETITION_PENALTY,
-                s.repetition_penalty,
-                default.repetition_penalty,
-            ),
-            (
-                tag::PRESENCE_PENALTY,
-                s.presence_penalty,
-                default.presence_penalty,
-            ),
-            (
-                tag::FREQUENCY_PENALTY,
-                s.frequency_penalty,
-                default.frequency_penalty,
-            ),
+            (tag::REPETITION_PENALTY, s.repetition_penalty, default.repetition_penalty),
+            (tag::PRESENCE_PENALTY, s.presence_penalty, default.presence_penalty),
+            (tag::FREQUENCY_PENALTY, s.frequency_penalty, default.frequency_penalty),
         ];
         for (tag, value, default) in floats {
             if value.to_bits() != default.to_bits() {
@@ -164,11 +149,7 @@ impl GenerateRequest {
             (tag::TOP_K, s.top_k, default.top_k),
             (tag::MAX_TOKENS, s.max_tokens, default.max_tokens),
             (tag::MIN_TOKENS, s.min_tokens, default.min_tokens),
-            (
-                tag::IGNORE_EOS,
-                u32::from(s.ignore_eos),
-                u32::from(default.ignore_eos),
-            ),
+            (tag::IGNORE_EOS, u32::from(s.ignore_eos), u32::from(default.ignore_eos)),
         ];
         for (tag, value, default) in words {
             if value != default {
@@ -201,12 +182,7 @@ impl GenerateRequest {
         let mut seen = 0u64;
         let mut at = 0;
         while at < bytes.len() {
-            let Field {
-                tag,
-                required,
-                value,
-                next,
-            } = field_at(bytes, at)?;
+            let Field { tag, required, value, next } = field_at(bytes, at)?;
             at = next;
             let known = (1..=3).contains(&tag) || (16..=28).contains(&tag);
             if !known {
@@ -227,9 +203,7 @@ impl GenerateRequest {
                     let message = chat_message(value)?;
                     match &mut prompt {
                         None => prompt = Some(Prompt::Chat(vec![message])),
-                        Some(Prompt::Chat(messages))
-                            if messages.len() < limits::CHAT_MESSAGES_MAX =>
-                        {
+                        Some(Prompt::Chat(messages)) if messages.len() < limits::CHAT_MESSAGES_MAX => {
                             messages.push(message);
                         }
                         Some(Prompt::Chat(_)) => return Err(DecodeError::TooMany { tag }),
@@ -265,10 +239,7 @@ impl GenerateRequest {
                 _ => return Err(DecodeError::UnknownRequired { tag }),
             }
         }
-        Ok(Self {
-            prompt: prompt.ok_or(DecodeError::NoPrompt)?,
-            sampling,
-        })
+        Ok(Self { prompt: prompt.ok_or(DecodeError::NoPrompt)?, sampling })
     }
 }
 
@@ -296,16 +267,12 @@ struct Field<'a> {
 
 fn field_at(bytes: &[u8], at: usize) -> Result<Field<'_>, DecodeError> {
     let truncated = DecodeError::Truncated { at };
-    let (header, rest) = bytes[at..]
-        .split_first_chunk::<FIELD_HEADER_BYTES>()
-        .ok_or(truncated)?;
+    let (header, rest) = bytes[at..].split_first_chunk::<FIELD_HEADER_BYTES>().ok_or(truncated)?;
     let [t0, t1, f0, f1, len @ ..] = *header;
     let flags = u16::from_le_bytes([f0, f1]);
     let len = u32::from_le_bytes(len) as usize;
     let (value, behind) = rest.split_at_checked(len).ok_or(truncated)?;
-    let padding = behind
-        .get(..len.next_multiple_of(8) - len)
-        .ok_or(truncated)?;
+    let padding = behind.get(..len.next_multiple_of(8) - len).ok_or(truncated)?;
     if flags & !REQUIRED != 0 || padding.iter().any(|&b| b != 0) {
         return Err(DecodeError::Reserved { at });
     }
@@ -327,22 +294,13 @@ fn only(prompt: &mut Option<Prompt>, tag: u16, new: Prompt) -> Result<(), Decode
 
 fn chat_message(value: &[u8]) -> Result<ChatMessage, DecodeError> {
     let tag = tag::CHAT_MESSAGE;
-    let (len, rest) = value
-        .split_first_chunk::<4>()
-        .ok_or(DecodeError::Form { tag })?;
-    let (role, content) = rest
-        .split_at_checked(u32::from_le_bytes(*len) as usize)
-        .ok_or(DecodeError::Form { tag })?;
-    Ok(ChatMessage {
-        role: utf8(tag, role)?,
-        content: utf8(tag, content)?,
-    })
+    let (len, rest) = value.split_first_chunk::<4>().ok_or(DecodeError::Form { tag })?;
+    let (role, content) = rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or(DecodeError::Form { tag })?;
+    Ok(ChatMessage { role: utf8(tag, role)?, content: utf8(tag, content)? })
 }
 
 fn utf8(tag: u16, value: &[u8]) -> Result<String, DecodeError> {
-    std::str::from_utf8(value)
-        .map(str::to_owned)
-        .map_err(|_| DecodeError::Utf8 { tag })
+    std::str::from_utf8(value).map(str::to_owned).map_err(|_| DecodeError::Utf8 { tag })
 }
 
 fn ids(tag: u16, value: &[u8]) -> Result<Vec<u32>, DecodeError> {

@@ -30,8 +30,8 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::sockopt::{PeerCredentials as PeerCred, SendTimeout};
 use nix::sys::socket::{
-    self, AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
-    UnixAddr, getsockopt, recvmsg, sendmsg, setsockopt,
+    self, AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, getsockopt,
+    recvmsg, sendmsg, setsockopt,
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
@@ -82,17 +82,9 @@ impl Refusal {
     /// The refusal of a number; None for one of a later version.
     pub fn from_number(number: u32) -> Option<Self> {
         use Refusal::*;
-        [
-            BadHello,
-            Version,
-            TooManySessions,
-            TooManyConnects,
-            Draining,
-            OutOfResources,
-            TimedOut,
-        ]
-        .into_iter()
-        .find(|r| *r as u32 == number)
+        [BadHello, Version, TooManySessions, TooManyConnects, Draining, OutOfResources, TimedOut]
+            .into_iter()
+            .find(|r| *r as u32 == number)
     }
 }
 
@@ -176,11 +168,7 @@ impl Hello {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
     Welcome(Terms),
-    Refused {
-        number: u32,
-        abi_major: u16,
-        retry_after: Duration,
-    },
+    Refused { number: u32, abi_major: u16, retry_after: Duration },
 }
 
 impl Answer {
@@ -199,11 +187,7 @@ impl Answer {
                 b[0x28..0x2c].copy_from_slice(&t.geometry.arena_bytes().to_le_bytes());
                 b[0x2c..0x2e].copy_from_slice(&t.abi_minor.to_le_bytes());
             }
-            Self::Refused {
-                number,
-                abi_major,
-                retry_after,
-            } => {
+            Self::Refused { number, abi_major, retry_after } => {
                 b[0x04..0x06].copy_from_slice(&KIND_REFUSAL.to_le_bytes());
                 b[0x06..0x08].copy_from_slice(&abi_major.to_le_bytes());
                 b[0x30..0x34].copy_from_slice(&number.to_le_bytes());
@@ -266,18 +250,8 @@ impl Handshake {
     pub fn new(stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         let cred = getsockopt(&stream, PeerCred)?;
-        let peer = Peer {
-            pid: cred.pid(),
-            uid: cred.uid(),
-            gid: cred.gid(),
-        };
-        Ok(Self {
-            stream,
-            peer,
-            deadline: Instant::now() + HANDSHAKE_TIMEOUT,
-            hello: [0; HELLO_BYTES],
-            received: 0,
-        })
+        let peer = Peer { pid: cred.pid(), uid: cred.uid(), gid: cred.gid() };
+        Ok(Self { stream, peer, deadline: Instant::now() + HANDSHAKE_TIMEOUT, hello: [0; HELLO_BYTES], received: 0 })
     }
 
     /// Who is there.
@@ -317,19 +291,9 @@ impl Handshake {
     pub fn welcome(self, boot_id: u64, session_id: u64) -> io::Result<DaemonSession> {
         assert!(self.received == HELLO_BYTES, "a welcome before the hello");
         let hello = Hello::from_bytes(&self.hello).expect("readable() returned it");
-        let geometry = Geometry::negotiate(
-            hello.submission_slots,
-            hello.completion_slots,
-            hello.arena_bytes,
-        );
+        let geometry = Geometry::negotiate(hello.submission_slots, hello.completion_slots, hello.arena_bytes);
         let features = hello.features & FEATURES;
-        let terms = Terms {
-            abi_minor: ABI_MINOR,
-            features,
-            boot_id,
-            session_id,
-            geometry,
-        };
+        let terms = Terms { abi_minor: ABI_MINOR, features, boot_id, session_id, geometry };
         let made = segment::create_down(geometry.down_bytes())
             .and_then(|down| Ok((down, segment::create_up(geometry.up_bytes())?)));
         let ((down, down_fd), (up, up_fd)) = match made {
@@ -349,11 +313,7 @@ impl Handshake {
 
     /// Says no and hangs up.
     pub fn refuse(self, refusal: Refusal, retry_after: Duration) {
-        let answer = Answer::Refused {
-            number: refusal as u32,
-            abi_major: ABI_MAJOR,
-            retry_after,
-        };
+        let answer = Answer::Refused { number: refusal as u32, abi_major: ABI_MAJOR, retry_after };
         // Whether it arrives is the client's concern.
         let _ = send_answer(self.stream.as_fd(), answer, &[]);
     }
@@ -372,22 +332,12 @@ fn send_answer(socket: BorrowedFd<'_>, answer: Answer, fds: &[RawFd]) -> io::Res
     let control: &[ControlMessage] = if fds.is_empty() { &[] } else { &rights };
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
     let sent = loop {
-        match sendmsg::<()>(
-            socket.as_raw_fd(),
-            &[IoSlice::new(&bytes)],
-            control,
-            flags,
-            None,
-        ) {
+        match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(&bytes)], control, flags, None) {
             Err(Errno::EINTR) => {}
             other => break other?,
         }
     };
-    if sent == ANSWER_BYTES {
-        Ok(())
-    } else {
-        Err(io::Error::new(io::ErrorKind::WriteZero, "half an answer"))
-    }
+    if sent == ANSWER_BYTES { Ok(()) } else { Err(io::Error::new(io::ErrorKind::WriteZero, "half an answer")) }
 }
 
 /// Why there is no session.
@@ -436,12 +386,7 @@ pub struct Welcome {
 impl Welcome {
     /// Maps the memory, after checking its sizes and seals, and closes the descriptors.
     pub fn map(self) -> io::Result<ClientSession> {
-        let Self {
-            terms,
-            stream,
-            down,
-            up,
-        } = self;
+        let Self { terms, stream, down, up } = self;
         let g = terms.geometry;
         let down = Mapping::of_received(&down, g.down_bytes(), false)?;
         let up = Mapping::of_received(&up, g.up_bytes(), true)?;
@@ -451,20 +396,11 @@ impl Welcome {
 
 /// Connects to the daemon's socket and says hello; blocks up to `timeout`.
 pub fn connect(path: &Path, hello: Hello, timeout: Duration) -> Result<Welcome, ConnectError> {
-    let fd = socket::socket(
-        AddressFamily::Unix,
-        SockType::Stream,
-        SockFlag::SOCK_CLOEXEC,
-        None,
-    )
-    .map_err(io::Error::from)?;
+    let fd =
+        socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).map_err(io::Error::from)?;
     // It also bounds connect, which waits while the listener's queue is full.
-    setsockopt(
-        &fd,
-        SendTimeout,
-        &TimeVal::milliseconds(timeout.as_millis().clamp(1, 1 << 30) as i64),
-    )
-    .map_err(io::Error::from)?;
+    setsockopt(&fd, SendTimeout, &TimeVal::milliseconds(timeout.as_millis().clamp(1, 1 << 30) as i64))
+        .map_err(io::Error::from)?;
     let address = UnixAddr::new(path).map_err(io::Error::from)?;
     let connected = loop {
         match socket::connect(fd.as_raw_fd(), &address) {
@@ -485,22 +421,14 @@ pub fn connect(path: &Path, hello: Hello, timeout: Duration) -> Result<Welcome, 
 }
 
 /// Says hello on a connection that exists already, as [`connect`].
-pub fn hello_and_answer(
-    stream: UnixStream,
-    hello: Hello,
-    timeout: Duration,
-) -> Result<Welcome, ConnectError> {
+pub fn hello_and_answer(stream: UnixStream, hello: Hello, timeout: Duration) -> Result<Welcome, ConnectError> {
     send_hello(&stream, hello)?;
     receive_welcome(stream, timeout)
 }
 
 /// The first half of [`hello_and_answer`].
 pub fn send_hello(stream: &UnixStream, hello: Hello) -> Result<(), ConnectError> {
-    match socket::send(
-        stream.as_raw_fd(),
-        &hello.to_bytes(),
-        MsgFlags::MSG_NOSIGNAL,
-    ) {
+    match socket::send(stream.as_raw_fd(), &hello.to_bytes(), MsgFlags::MSG_NOSIGNAL) {
         Ok(HELLO_BYTES) => Ok(()),
         Ok(_) => Err(ConnectError::Protocol("half a hello was sent")),
         // A daemon that refuses before it reads has answered already; the answer is still to be read.
@@ -513,39 +441,21 @@ pub fn send_hello(stream: &UnixStream, hello: Hello) -> Result<(), ConnectError>
 pub fn receive_welcome(stream: UnixStream, timeout: Duration) -> Result<Welcome, ConnectError> {
     let (bytes, fds) = receive_answer(&stream, timeout)?;
     match Answer::from_bytes(&bytes).ok_or(ConnectError::Protocol("the answer makes no sense"))? {
-        Answer::Refused {
-            number,
-            abi_major,
-            retry_after,
-        } => {
+        Answer::Refused { number, abi_major, retry_after } => {
             let refusal = Refusal::from_number(number);
-            let refusal = refusal.ok_or(ConnectError::Protocol(
-                "refused for a reason of a later version",
-            ))?;
-            Err(ConnectError::Refused {
-                refusal,
-                retry_after,
-                abi_major,
-            })
+            let refusal = refusal.ok_or(ConnectError::Protocol("refused for a reason of a later version"))?;
+            Err(ConnectError::Refused { refusal, retry_after, abi_major })
         }
         Answer::Welcome(terms) => {
             let [down, up] = <[OwnedFd; 2]>::try_from(fds)
                 .map_err(|_| ConnectError::Protocol("a welcome comes with two descriptors"))?;
-            Ok(Welcome {
-                terms,
-                stream,
-                down,
-                up,
-            })
+            Ok(Welcome { terms, stream, down, up })
         }
     }
 }
 
 /// Reads exactly one answer, and the descriptors that come with it.
-fn receive_answer(
-    stream: &UnixStream,
-    timeout: Duration,
-) -> Result<([u8; ANSWER_BYTES], Vec<OwnedFd>), ConnectError> {
+fn receive_answer(stream: &UnixStream, timeout: Duration) -> Result<([u8; ANSWER_BYTES], Vec<OwnedFd>), ConnectError> {
     let deadline = Instant::now() + timeout;
     let mut bytes = [0; ANSWER_BYTES];
     let (mut received, mut fds) = (0, Vec::new());
@@ -554,8 +464,7 @@ fn receive_answer(
         if left.is_zero() {
             return Err(ConnectError::TimedOut(timeout));
         }
-        let left =
-            PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
+        let left = PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
         match poll(&mut [PollFd::new(stream.as_fd(), PollFlags::POLLIN)], left) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(e) => return Err(io::Error::from(e).into()),
@@ -568,10 +477,7 @@ fn receive_answer(
                 for c in message.cmsgs().map_err(io::Error::from)? {
                     if let ControlMessageOwned::ScmRights(raw) = c {
                         // SAFETY: the kernel has just put these descriptors into this process; nobody else owns them.
-                        fds.extend(
-                            raw.into_iter()
-                                .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
-                        );
+                        fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
                     }
                 }
                 match message.bytes {

@@ -9,9 +9,7 @@ use std::mem::{offset_of, size_of};
 use crate::limits::{self, HEADER_BYTES};
 
 #[cfg(not(target_endian = "little"))]
-compile_error!(
-    "the mappings are little-endian and read in whole words; a big-endian port must swap them"
-);
+compile_error!("the mappings are little-endian and read in whole words; a big-endian port must swap them");
 
 /// First word of `down`: "LLMD" read as little-endian.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"LLMD");
@@ -172,11 +170,7 @@ impl Geometry {
     /// for the default.
     pub fn negotiate(submission_slots: u32, completion_slots: u32, arena_bytes: u32) -> Self {
         fn fit(want: u32, default: u32, min: u32, max: u32) -> u32 {
-            if want == 0 {
-                default
-            } else {
-                want.clamp(min, max).next_power_of_two()
-            }
+            if want == 0 { default } else { want.clamp(min, max).next_power_of_two() }
         }
         Self {
             submission_slots: fit(
@@ -191,22 +185,13 @@ impl Geometry {
                 limits::COMPLETION_SLOTS_MIN,
                 limits::COMPLETION_SLOTS_MAX,
             ),
-            arena_bytes: fit(
-                arena_bytes,
-                limits::ARENA_BYTES,
-                limits::ARENA_BYTES_MIN,
-                limits::ARENA_BYTES_MAX,
-            ),
+            arena_bytes: fit(arena_bytes, limits::ARENA_BYTES, limits::ARENA_BYTES_MIN, limits::ARENA_BYTES_MAX),
         }
     }
 
     /// These sizes exactly, or None where one is no power of two or outside its limits.
     pub fn exact(submission_slots: u32, completion_slots: u32, arena_bytes: u32) -> Option<Self> {
-        let asked = Self {
-            submission_slots,
-            completion_slots,
-            arena_bytes,
-        };
+        let asked = Self { submission_slots, completion_slots, arena_bytes };
         (asked == Self::negotiate(submission_slots, completion_slots, arena_bytes)).then_some(asked)
     }
 
@@ -338,33 +323,15 @@ const _: () = {
     assert!(size_of::<UpHeader>() == HEADER_BYTES as usize);
     assert!(down::MAGIC == 0x00 && down::ABI == 0x04 && down::FEATURES == 0x08);
     assert!(down::BOOT_ID == 0x10 && down::SESSION_ID == 0x18 && down::SUBMISSION_SLOTS == 0x20);
-    assert!(
-        down::COMPLETION_SLOTS == 0x24
-            && down::ARENA_BYTES == 0x28
-            && down::REQUESTS_IN_FLIGHT == 0x2c
-    );
-    assert!(
-        down::COMPLETION_OFFSET == 0x30
-            && down::SUBMISSION_OFFSET == 0x34
-            && down::ARENA_OFFSET == 0x38
-    );
-    assert!(
-        down::CQ_TAIL == 0x80 && down::STATE == 0x84 && down::ETA_NS == 0x88 && down::BEAT == 0x90
-    );
+    assert!(down::COMPLETION_SLOTS == 0x24 && down::ARENA_BYTES == 0x28 && down::REQUESTS_IN_FLIGHT == 0x2c);
+    assert!(down::COMPLETION_OFFSET == 0x30 && down::SUBMISSION_OFFSET == 0x34 && down::ARENA_OFFSET == 0x38);
+    assert!(down::CQ_TAIL == 0x80 && down::STATE == 0x84 && down::ETA_NS == 0x88 && down::BEAT == 0x90);
     assert!(down::SQ_HEAD == 0x100 && down::SQ_WAKE_AT == 0x104);
     assert!(up::SQ_TAIL == 0x80 && up::CQ_HEAD == 0x100 && up::CQ_WAKE_AT == 0x104);
     assert!(size_of::<SubmissionSlot>() == SUBMISSION_BYTES as usize && SUBMISSION_WORDS * 8 == 64);
-    assert!(
-        size_of::<crate::completion::CompletionSlot>() == COMPLETION_BYTES as usize
-            && COMPLETION_WORDS * 8 == 32
-    );
-    assert!(
-        offset_of!(SubmissionSlot, request_id) == 4
-            && offset_of!(SubmissionSlot, arena_offset) == 8
-    );
-    assert!(
-        offset_of!(SubmissionSlot, arena_len) == 12 && offset_of!(SubmissionSlot, reserved1) == 16
-    );
+    assert!(size_of::<crate::completion::CompletionSlot>() == COMPLETION_BYTES as usize && COMPLETION_WORDS * 8 == 32);
+    assert!(offset_of!(SubmissionSlot, request_id) == 4 && offset_of!(SubmissionSlot, arena_offset) == 8);
+    assert!(offset_of!(SubmissionSlot, arena_len) == 12 && offset_of!(SubmissionSlot, reserved1) == 16);
 };
 
 #[cfg(test)]
@@ -374,24 +341,14 @@ mod tests {
     #[test]
     fn default_offsets_are_the_drawn_ones() {
         let g = Geometry::default();
-        assert_eq!(
-            (
-                g.completion_offset(),
-                g.submission_offset(),
-                g.arena_offset()
-            ),
-            (0x1000, 0x1000, 0x2000)
-        );
+        assert_eq!((g.completion_offset(), g.submission_offset(), g.arena_offset()), (0x1000, 0x1000, 0x2000));
         assert_eq!(g.down_bytes() + g.up_bytes(), 108 * 1024);
     }
 
     #[test]
     fn sizes_are_clamped_and_rounded() {
         let g = Geometry::negotiate(1, 1_000_000, 20_000);
-        assert_eq!(
-            (g.submission_slots(), g.completion_slots(), g.arena_bytes()),
-            (8, 8192, 32 * 1024)
-        );
+        assert_eq!((g.submission_slots(), g.completion_slots(), g.arena_bytes()), (8, 8192, 32 * 1024));
         assert!(Geometry::exact(64, 1000, 65536).is_none());
         assert!(Geometry::exact(0, 1024, 65536).is_none());
         assert_eq!(Geometry::exact(64, 1024, 65536), Some(Geometry::default()));
@@ -410,10 +367,7 @@ mod tests {
         };
         let words = slot.to_words();
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        assert_eq!(
-            bytes[..16],
-            [1, 2, 3, 4, 5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0]
-        );
+        assert_eq!(bytes[..16], [1, 2, 3, 4, 5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0]);
         assert_eq!(SubmissionSlot::from_words(words), slot);
     }
 }

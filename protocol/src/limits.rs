@@ -94,11 +94,7 @@ pub const PENALTY_ABS_MAX: f32 = 10.0;
 
 const _: () = {
     // Free-running u32 indices are masked, and a full ring must differ from an empty one.
-    assert!(
-        SUBMISSION_SLOTS.is_power_of_two()
-            && COMPLETION_SLOTS.is_power_of_two()
-            && ARENA_BYTES.is_power_of_two()
-    );
+    assert!(SUBMISSION_SLOTS.is_power_of_two() && COMPLETION_SLOTS.is_power_of_two() && ARENA_BYTES.is_power_of_two());
     assert!(SUBMISSION_SLOTS_MIN.is_power_of_two() && SUBMISSION_SLOTS_MAX.is_power_of_two());
     assert!(COMPLETION_SLOTS_MIN.is_power_of_two() && COMPLETION_SLOTS_MAX.is_power_of_two());
     assert!(ARENA_BYTES_MIN.is_power_of_two() && ARENA_BYTES_MAX.is_power_of_two());
@@ -117,16 +113,10 @@ const _: () = {
     assert!(ARENA_BYTES_MIN.is_multiple_of(ARENA_ALIGN) && ARENA_BYTES_MIN >= 4 * 1024);
     assert!(REQUEST_BYTES_MAX as u64 <= u32::MAX as u64);
     // A request always has room for its sampling parameters.
-    assert!(
-        STOP_STRINGS_MAX * (STOP_STRING_BYTES_MAX + 8) + STOP_TOKEN_IDS_MAX * 4
-            < REQUEST_BYTES_MAX / 64
-    );
+    assert!(STOP_STRINGS_MAX * (STOP_STRING_BYTES_MAX + 8) + STOP_TOKEN_IDS_MAX * 4 < REQUEST_BYTES_MAX / 64);
     // The spill holds at least one ring's worth.
     assert!(SPILL_BYTES >= COMPLETION_SLOTS as usize * 32);
-    assert!(
-        SESSIONS_PER_UID_MAX <= SESSIONS_MAX
-            && CONNECT_BURST_PER_UID as usize >= SESSIONS_PER_UID_MAX
-    );
+    assert!(SESSIONS_PER_UID_MAX <= SESSIONS_MAX && CONNECT_BURST_PER_UID as usize >= SESSIONS_PER_UID_MAX);
     // What the daemon reads in one turn is no more than a default ring holds.
     assert!(SUBMISSIONS_PER_TURN <= SUBMISSION_SLOTS);
 };

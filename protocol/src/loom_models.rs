@@ -96,10 +96,7 @@ struct Bell {
 /// Two publishes against a consumer that sleeps whenever it may. A lost wake-up is a deadlock, which loom reports.
 fn park() {
     let memory = ring(4);
-    let bell = Arc::new(Bell {
-        rung: LoomMutex::new(0),
-        changed: Condvar::new(),
-    });
+    let bell = Arc::new(Bell { rung: LoomMutex::new(0), changed: Condvar::new() });
     let mut producer: Producer<_, 1> = Producer::new(memory.clone());
     let mut consumer: Consumer<_, 1> = Consumer::new(memory.clone());
     let writers_bell = bell.clone();
@@ -139,16 +136,11 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 fn failure(without: Option<Site>, model: fn()) -> Option<String> {
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
     weakened::set(without);
-    let result = catch_unwind(AssertUnwindSafe(|| {
-        loom::model::Builder::new().check(model)
-    }));
+    let result = catch_unwind(AssertUnwindSafe(|| loom::model::Builder::new().check(model)));
     weakened::set(None);
     let payload = result.err()?;
     let text = payload.downcast_ref::<String>().cloned();
-    Some(
-        text.or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string()))
-            .unwrap_or_default(),
-    )
+    Some(text.or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string())).unwrap_or_default())
 }
 
 #[test]
@@ -158,17 +150,9 @@ fn loom_ring_transfers() {
 
 #[test]
 fn loom_ring_needs_each_ordering() {
-    for site in [
-        Site::TailRelease,
-        Site::TailAcquire,
-        Site::HeadRelease,
-        Site::HeadAcquire,
-    ] {
+    for site in [Site::TailRelease, Site::TailAcquire, Site::HeadRelease, Site::HeadAcquire] {
         let said = failure(Some(site), transfer).expect("the model notices");
-        assert!(
-            said.contains("Causality violation"),
-            "without {site:?}: {said}"
-        );
+        assert!(said.contains("Causality violation"), "without {site:?}: {said}");
     }
 }
 

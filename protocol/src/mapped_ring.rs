@@ -72,17 +72,13 @@ impl<const WORDS: usize> RingMemory<WORDS> for MappedRing<WORDS> {
 
     #[inline]
     fn load_slot(&self, place: u32) -> [u64; WORDS] {
-        let words = self
-            .writer
-            .words_at(self.slots + place * (WORDS as u32 * 8), WORDS);
+        let words = self.writer.words_at(self.slots + place * (WORDS as u32 * 8), WORDS);
         std::array::from_fn(|i| words[i].load(Ordering::Relaxed))
     }
 
     #[inline]
     fn store_slot(&self, place: u32, values: [u64; WORDS]) {
-        let words = self
-            .writer
-            .words_at(self.slots + place * (WORDS as u32 * 8), WORDS);
+        let words = self.writer.words_at(self.slots + place * (WORDS as u32 * 8), WORDS);
         for (word, value) in words.iter().zip(values) {
             word.store(value, Ordering::Relaxed);
         }

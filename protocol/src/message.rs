@@ -96,18 +96,12 @@ pub struct GenerateRequest {
 impl GenerateRequest {
     /// A request with these words as its prompt and the default sampling.
     pub fn text(prompt: impl Into<String>) -> Self {
-        Self {
-            prompt: Prompt::Text(prompt.into()),
-            sampling: SamplingParams::default(),
-        }
+        Self { prompt: Prompt::Text(prompt.into()), sampling: SamplingParams::default() }
     }
 
     /// A request for the next answer in this chat, with the default sampling.
     pub fn chat(messages: Vec<ChatMessage>) -> Self {
-        Self {
-            prompt: Prompt::Chat(messages),
-            sampling: SamplingParams::default(),
-        }
+        Self { prompt: Prompt::Chat(messages), sampling: SamplingParams::default() }
     }
 
     /// The same request with `max_tokens`.
@@ -122,14 +116,8 @@ impl GenerateRequest {
         match &self.prompt {
             Prompt::Text(_) | Prompt::Tokens(_) => {}
             Prompt::Chat(messages) => {
-                check(
-                    "messages",
-                    (1..=limits::CHAT_MESSAGES_MAX).contains(&messages.len()),
-                    "1..=4096 messages",
-                )?;
-                let roles_fit = messages
-                    .iter()
-                    .all(|m| (1..=limits::CHAT_ROLE_BYTES_MAX).contains(&m.role.len()));
+                check("messages", (1..=limits::CHAT_MESSAGES_MAX).contains(&messages.len()), "1..=4096 messages")?;
+                let roles_fit = messages.iter().all(|m| (1..=limits::CHAT_ROLE_BYTES_MAX).contains(&m.role.len()));
                 check("messages.role", roles_fit, "a name of 1..=64 bytes")?;
             }
         }
@@ -141,73 +129,26 @@ impl SamplingParams {
     /// Checks every range that does not depend on the model.
     pub fn validate(&self) -> Result<(), InvalidParameter> {
         // A NaN is in no range, so each of these refuses it.
-        check(
-            "temperature",
-            (0.0..=limits::TEMPERATURE_MAX).contains(&self.temperature),
-            "a number in 0..=100",
-        )?;
-        check(
-            "top_p",
-            self.top_p > 0.0 && self.top_p <= 1.0,
-            "a number above 0 and at most 1",
-        )?;
-        check(
-            "min_p",
-            (0.0..=1.0).contains(&self.min_p),
-            "a number in 0..=1",
-        )?;
+        check("temperature", (0.0..=limits::TEMPERATURE_MAX).contains(&self.temperature), "a number in 0..=100")?;
+        check("top_p", self.top_p > 0.0 && self.top_p <= 1.0, "a number above 0 and at most 1")?;
+        check("min_p", (0.0..=1.0).contains(&self.min_p), "a number in 0..=1")?;
         let repetition = self.repetition_penalty;
         let fits = repetition > 0.0 && repetition <= limits::REPETITION_PENALTY_MAX;
-        check(
-            "repetition_penalty",
-            fits,
-            "a number above 0 and at most 10",
-        )?;
+        check("repetition_penalty", fits, "a number above 0 and at most 10")?;
         let penalty = -limits::PENALTY_ABS_MAX..=limits::PENALTY_ABS_MAX;
-        check(
-            "presence_penalty",
-            penalty.contains(&self.presence_penalty),
-            "a number in -10..=10",
-        )?;
-        check(
-            "frequency_penalty",
-            penalty.contains(&self.frequency_penalty),
-            "a number in -10..=10",
-        )?;
-        check(
-            "max_tokens",
-            self.max_tokens <= limits::OUTPUT_TOKENS_MAX,
-            "at most 16777216",
-        )?;
-        check(
-            "min_tokens",
-            self.min_tokens <= self.max_tokens,
-            "at most max_tokens",
-        )?;
-        check(
-            "stop_token_ids",
-            self.stop_token_ids.len() <= limits::STOP_TOKEN_IDS_MAX,
-            "at most 128 ids",
-        )?;
-        check(
-            "stop",
-            self.stop.len() <= limits::STOP_STRINGS_MAX,
-            "at most 16 strings",
-        )?;
-        let strings_fit = self
-            .stop
-            .iter()
-            .all(|s| (1..=limits::STOP_STRING_BYTES_MAX).contains(&s.len()));
+        check("presence_penalty", penalty.contains(&self.presence_penalty), "a number in -10..=10")?;
+        check("frequency_penalty", penalty.contains(&self.frequency_penalty), "a number in -10..=10")?;
+        check("max_tokens", self.max_tokens <= limits::OUTPUT_TOKENS_MAX, "at most 16777216")?;
+        check("min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")?;
+        check("stop_token_ids", self.stop_token_ids.len() <= limits::STOP_TOKEN_IDS_MAX, "at most 128 ids")?;
+        check("stop", self.stop.len() <= limits::STOP_STRINGS_MAX, "at most 16 strings")?;
+        let strings_fit = self.stop.iter().all(|s| (1..=limits::STOP_STRING_BYTES_MAX).contains(&s.len()));
         check("stop", strings_fit, "strings of 1..=256 bytes")
     }
 }
 
 fn check(field: &'static str, holds: bool, rule: &'static str) -> Result<(), InvalidParameter> {
-    if holds {
-        Ok(())
-    } else {
-        Err(InvalidParameter { field, rule })
-    }
+    if holds { Ok(()) } else { Err(InvalidParameter { field, rule }) }
 }
 
 /// A parameter outside its range.
@@ -291,9 +232,7 @@ impl FinishReason {
 
     /// The reason of a number; None for a number of a later version.
     pub fn from_number(number: u8) -> Option<Self> {
-        [Self::Stop, Self::StopString, Self::Length, Self::Cancelled]
-            .into_iter()
-            .find(|r| r.number() == number)
+        [Self::Stop, Self::StopString, Self::Length, Self::Cancelled].into_iter().find(|r| r.number() == number)
     }
 }
 

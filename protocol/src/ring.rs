@@ -89,12 +89,7 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Producer<M, WORDS> {
     /// The producer of a ring nobody has written to yet.
     pub fn new(memory: M) -> Self {
         assert!(memory.capacity().is_power_of_two());
-        Self {
-            memory,
-            next: 0,
-            published: 0,
-            head_seen: 0,
-        }
+        Self { memory, next: 0, published: 0, head_seen: 0 }
     }
 
     /// The memory it writes to.
@@ -109,11 +104,7 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Producer<M, WORDS> {
         // Pairs with the consumer's Release of the head: its reads of the slots we may now overwrite are over.
         fence_at(Site::HeadAcquire, Ordering::Acquire);
         if head.wrapping_sub(self.head_seen) > self.published.wrapping_sub(self.head_seen) {
-            return Err(BadIndex {
-                found: head,
-                low: self.head_seen,
-                high: self.published,
-            });
+            return Err(BadIndex { found: head, low: self.head_seen, high: self.published });
         }
         self.head_seen = head;
         Ok(self.free())
@@ -141,8 +132,7 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Producer<M, WORDS> {
         if self.free() == 0 {
             return Err(Full);
         }
-        self.memory
-            .store_slot(self.next & (self.memory.capacity() - 1), words);
+        self.memory.store_slot(self.next & (self.memory.capacity() - 1), words);
         self.next = self.next.wrapping_add(1);
         Ok(())
     }
@@ -154,14 +144,9 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Producer<M, WORDS> {
         if self.next == self.published {
             return None;
         }
-        let published = Published {
-            old: self.published,
-            new: self.next,
-        };
+        let published = Published { old: self.published, new: self.next };
         // Release pairs with the consumer's Acquire fence after its load of the tail: it sees the slots' words.
-        self.memory
-            .tail()
-            .store(self.next, release_at(Site::TailRelease));
+        self.memory.tail().store(self.next, release_at(Site::TailRelease));
         self.published = self.next;
         Some(published)
     }
@@ -176,10 +161,7 @@ pub fn publisher_fence() {
 
 /// Does the consumer sleep for something in `published`? [`publisher_fence`] must lie between the publish and this.
 #[inline]
-pub fn wants_doorbell<M: RingMemory<WORDS>, const WORDS: usize>(
-    memory: &M,
-    published: Published,
-) -> bool {
+pub fn wants_doorbell<M: RingMemory<WORDS>, const WORDS: usize>(memory: &M, published: Published) -> bool {
     published.covers(memory.wake_at().load(Ordering::Relaxed))
 }
 
@@ -199,12 +181,7 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Consumer<M, WORDS> {
     /// The consumer of a ring nobody has read from yet.
     pub fn new(memory: M) -> Self {
         assert!(memory.capacity().is_power_of_two());
-        Self {
-            memory,
-            next: 0,
-            released: 0,
-            tail_seen: 0,
-        }
+        Self { memory, next: 0, released: 0, tail_seen: 0 }
     }
 
     /// The memory it reads from.
@@ -224,9 +201,7 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Consumer<M, WORDS> {
         if self.next == self.tail_seen && !self.look()? {
             return Ok(None);
         }
-        let words = self
-            .memory
-            .load_slot(self.next & (self.memory.capacity() - 1));
+        let words = self.memory.load_slot(self.next & (self.memory.capacity() - 1));
         self.next = self.next.wrapping_add(1);
         Ok(Some(words))
     }
@@ -236,9 +211,7 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Consumer<M, WORDS> {
     pub fn release(&mut self) {
         if self.released != self.next {
             // Release pairs with the producer's Acquire fence in refresh: our reads come before its next writes.
-            self.memory
-                .head()
-                .store(self.next, release_at(Site::HeadRelease));
+            self.memory.head().store(self.next, release_at(Site::HeadRelease));
             self.released = self.next;
         }
     }
@@ -266,11 +239,7 @@ impl<M: RingMemory<WORDS>, const WORDS: usize> Consumer<M, WORDS> {
         // From `released`, because a producer that believes only our stored head has at most that much room.
         let span = tail.wrapping_sub(self.released);
         if span > capacity || span < self.next.wrapping_sub(self.released) {
-            return Err(BadIndex {
-                found: tail,
-                low: self.next,
-                high: self.released.wrapping_add(capacity),
-            });
+            return Err(BadIndex { found: tail, low: self.next, high: self.released.wrapping_add(capacity) });
         }
         self.tail_seen = tail;
         Ok(tail != self.next)
@@ -314,28 +283,15 @@ mod tests {
         }
     }
 
-    fn ring(
-        capacity: u32,
-        start: u32,
-    ) -> (Arc<Heap>, Producer<Arc<Heap>, 1>, Consumer<Arc<Heap>, 1>) {
+    fn ring(capacity: u32, start: u32) -> (Arc<Heap>, Producer<Arc<Heap>, 1>, Consumer<Arc<Heap>, 1>) {
         let heap = Arc::new(Heap {
             tail: AtomicU32::new(start),
             head: AtomicU32::new(start),
             wake_at: AtomicU32::new(start),
             slots: (0..capacity).map(|_| AtomicU64::new(0)).collect(),
         });
-        let producer = Producer {
-            memory: heap.clone(),
-            next: start,
-            published: start,
-            head_seen: start,
-        };
-        let consumer = Consumer {
-            memory: heap.clone(),
-            next: start,
-            released: start,
-            tail_seen: start,
-        };
+        let producer = Producer { memory: heap.clone(), next: start, published: start, head_seen: start };
+        let consumer = Consumer { memory: heap.clone(), next: start, released: start, tail_seen: start };
         (heap, producer, consumer)
     }
 

@@ -53,11 +53,7 @@ pub fn create_down(bytes: usize) -> io::Result<(Mapping, OwnedFd)> {
     let seals = SIZE_SEALS | SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_SEAL;
     fcntl(&fd, FcntlArg::F_ADD_SEALS(seals))?;
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    let read_only = nix::fcntl::open(
-        path.as_str(),
-        OFlag::O_RDONLY | OFlag::O_CLOEXEC,
-        Mode::empty(),
-    )?;
+    let read_only = nix::fcntl::open(path.as_str(), OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?;
     Ok((mapping, read_only))
 }
 
@@ -67,10 +63,7 @@ pub fn create_up(bytes: usize) -> io::Result<(Mapping, OwnedFd)> {
     let mapping = Mapping::new(&fd, bytes, false)?;
     // The client holds a descriptor; nobody needs to open this anew.
     fchmod(&fd, Mode::S_IRUSR | Mode::S_IWUSR)?;
-    fcntl(
-        &fd,
-        FcntlArg::F_ADD_SEALS(SIZE_SEALS | SealFlag::F_SEAL_SEAL),
-    )?;
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(SIZE_SEALS | SealFlag::F_SEAL_SEAL))?;
     Ok((mapping, fd))
 }
 
@@ -91,10 +84,7 @@ impl Mapping {
     pub fn of_received(fd: &OwnedFd, bytes: usize, writable: bool) -> io::Result<Self> {
         let seals = SealFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GET_SEALS)?);
         if !seals.contains(SIZE_SEALS) {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the segment's size is not sealed",
-            ));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the segment's size is not sealed"));
         }
         let found = nix::sys::stat::fstat(fd)?.st_size;
         if found != bytes as i64 {
@@ -107,21 +97,12 @@ impl Mapping {
     fn new(fd: impl AsFd, bytes: usize, writable: bool) -> io::Result<Self> {
         let length = NonZeroUsize::new(bytes).ok_or(Errno::EINVAL)?;
         let read = ProtFlags::PROT_READ;
-        let prot = if writable {
-            read | ProtFlags::PROT_WRITE
-        } else {
-            read
-        };
+        let prot = if writable { read | ProtFlags::PROT_WRITE } else { read };
         // Populated at once: the engine thread shall not fault on a session's first tokens.
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_POPULATE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe { mmap(None, length, prot, flags, fd, 0) }?;
-        let mapping = Self {
-            start: start.cast(),
-            bytes,
-            writable,
-            pid: std::process::id(),
-        };
+        let mapping = Self { start: start.cast(), bytes, writable, pid: std::process::id() };
         // A child that kept it could write to a session that is its parent's.
         // SAFETY: exactly the range just mapped; the advice changes nothing in this process.
         unsafe { madvise(start, bytes, MmapAdvise::MADV_DONTFORK) }?;
@@ -187,10 +168,7 @@ impl Mapping {
     #[inline]
     pub(crate) fn u32_at(&self, offset: u32) -> &AtomicU32 {
         let offset = offset as usize;
-        assert!(
-            offset.is_multiple_of(4) && offset + 4 <= self.bytes,
-            "a word outside the mapping"
-        );
+        assert!(offset.is_multiple_of(4) && offset + 4 <= self.bytes, "a word outside the mapping");
         // SAFETY: inside the mapping and aligned (the start is page-aligned), valid as long as &self; all accesses of this process
         // are atomic, and an AtomicU32 can hold any bits another process may store. Loads from a read-only mapping
         // are Relaxed, which is allowed for words of this size.
@@ -212,9 +190,7 @@ impl Mapping {
             "words outside the mapping"
         );
         // SAFETY: as in u32_at, for `count` words that lie inside the mapping.
-        unsafe {
-            std::slice::from_raw_parts(self.start.add(offset).cast::<AtomicU64>().as_ptr(), count)
-        }
+        unsafe { std::slice::from_raw_parts(self.start.add(offset).cast::<AtomicU64>().as_ptr(), count) }
     }
 }
 
@@ -248,20 +224,10 @@ mod tests {
     #[test]
     fn a_segment_of_another_size_or_without_seals_is_refused() {
         let (_daemon, fd) = create_up(4096).unwrap();
-        assert_eq!(
-            Mapping::of_received(&fd, 8192, true).unwrap_err().kind(),
-            io::ErrorKind::InvalidData
-        );
-        let loose = memfd_create(
-            c"loose",
-            MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING,
-        )
-        .unwrap();
+        assert_eq!(Mapping::of_received(&fd, 8192, true).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        let loose = memfd_create(c"loose", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
         nix::unistd::ftruncate(&loose, 4096).unwrap();
-        assert_eq!(
-            Mapping::of_received(&loose, 4096, true).unwrap_err().kind(),
-            io::ErrorKind::InvalidData
-        );
+        assert_eq!(Mapping::of_received(&loose, 4096, true).unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 
     #[test]

@@ -13,9 +13,7 @@ use std::sync::Arc;
 use crate::arena::Arena;
 use crate::completion::CompletionSlot;
 use crate::doorbell::{Rang, SessionSocket};
-use crate::layout::{
-    self, COMPLETION_WORDS, Geometry, Op, SUBMISSION_WORDS, SessionState, SubmissionSlot, down,
-};
+use crate::layout::{self, COMPLETION_WORDS, Geometry, Op, SUBMISSION_WORDS, SessionState, SubmissionSlot, down};
 use crate::limits::{self, REQUEST_BYTES_MAX};
 use crate::mapped_ring::{MappedRing, rings};
 use crate::ring::{self, BadIndex, Consumer, Full, Producer, Published, RingMemory};
@@ -134,10 +132,7 @@ impl DaemonSession {
         down.store_u32(down::SUBMISSION_OFFSET, g.submission_offset());
         down.store_u32(down::ARENA_OFFSET, g.arena_offset());
         down.store_u32(down::STATE, SessionState::Open as u32);
-        down.store_u32(
-            down::ABI,
-            u32::from(layout::ABI_MAJOR) | u32::from(terms.abi_minor) << 16,
-        );
+        down.store_u32(down::ABI, u32::from(layout::ABI_MAJOR) | u32::from(terms.abi_minor) << 16);
         down.store_u32(down::MAGIC, layout::MAGIC);
         let (down, up) = (Arc::new(down), Arc::new(up));
         let (submission, completion) = rings(g, &down, &up);
@@ -152,13 +147,8 @@ impl DaemonSession {
                 slots_read: 0,
                 doorbells: 0,
             },
-            completions: CompletionProducer {
-                ring: Producer::new(completion.clone()),
-            },
-            doorbell: CompletionDoorbell {
-                ring: completion,
-                socket: socket.clone(),
-            },
+            completions: CompletionProducer { ring: Producer::new(completion.clone()) },
+            doorbell: CompletionDoorbell { ring: completion, socket: socket.clone() },
             socket,
         }
     }
@@ -210,10 +200,7 @@ impl SubmissionConsumer {
     pub fn note_doorbells(&mut self, count: usize) -> Result<(), Violation> {
         self.doorbells += count as u64;
         if self.doorbells > self.slots_read + limits::SPURIOUS_DOORBELLS_MAX {
-            return Err(Violation::SpuriousDoorbells {
-                doorbells: self.doorbells,
-                submissions: self.slots_read,
-            });
+            return Err(Violation::SpuriousDoorbells { doorbells: self.doorbells, submissions: self.slots_read });
         }
         Ok(())
     }
@@ -235,8 +222,7 @@ impl SubmissionConsumer {
                     return Err(Violation::Reserved);
                 }
                 // A client that gives up half-way through the parts says so like this.
-                self.unfinished
-                    .take_if(|(unfinished, _)| *unfinished == request_id);
+                self.unfinished.take_if(|(unfinished, _)| *unfinished == request_id);
                 Ok(Some(Submission::Cancel { request_id }))
             }
             Op::More => {
@@ -244,42 +230,29 @@ impl SubmissionConsumer {
                 self.unfinished = Some((request_id, joined));
                 Ok(None)
             }
-            Op::Submit => Ok(Some(Submission::Submit {
-                request_id,
-                payload: self.join(slot)?,
-            })),
+            Op::Submit => Ok(Some(Submission::Submit { request_id, payload: self.join(slot)? })),
         }
     }
 
     /// The parts so far of the slot's request, with its own behind them.
     fn join(&mut self, slot: SubmissionSlot) -> Result<Vec<u8>, Violation> {
-        let SubmissionSlot {
-            request_id,
-            arena_offset: offset,
-            arena_len: len,
-            ..
-        } = slot;
+        let SubmissionSlot { request_id, arena_offset: offset, arena_len: len, .. } = slot;
         let arena = self.geometry.arena_bytes();
         // Never offset + len, which can wrap.
-        if !(offset.is_multiple_of(limits::ARENA_ALIGN) && offset <= arena && len <= arena - offset)
-        {
+        if !(offset.is_multiple_of(limits::ARENA_ALIGN) && offset <= arena && len <= arena - offset) {
             return Err(Violation::ArenaRange { offset, len });
         }
         let mut payload = match self.unfinished.take() {
             None => Vec::new(),
             Some((unfinished, payload)) if unfinished == request_id => payload,
             Some((unfinished, _)) => {
-                return Err(Violation::PartsMixed {
-                    unfinished,
-                    found: request_id,
-                });
+                return Err(Violation::PartsMixed { unfinished, found: request_id });
             }
         };
         if len as usize > REQUEST_BYTES_MAX - payload.len() {
             return Err(Violation::RequestTooLong { request_id });
         }
-        self.up
-            .append_bytes(self.geometry.arena_offset() + offset, len, &mut payload);
+        self.up.append_bytes(self.geometry.arena_offset() + offset, len, &mut payload);
         Ok(payload)
     }
 }
@@ -314,20 +287,12 @@ impl CompletionProducer {
     /// Says when the next step is expected to publish (nanoseconds of CLOCK_MONOTONIC, 0 for unknown), before publishing
     /// this one.
     pub fn set_eta(&self, eta_ns: u64) {
-        self.ring
-            .memory()
-            .writer
-            .u64_at(down::ETA_NS)
-            .store(eta_ns, Ordering::Relaxed);
+        self.ring.memory().writer.u64_at(down::ETA_NS).store(eta_ns, Ordering::Relaxed);
     }
 
     /// Shows the client that the engine makes progress.
     pub fn set_beat(&self, steps: u64) {
-        self.ring
-            .memory()
-            .writer
-            .u64_at(down::BEAT)
-            .store(steps, Ordering::Relaxed);
+        self.ring.memory().writer.u64_at(down::BEAT).store(steps, Ordering::Relaxed);
     }
 }
 
@@ -370,24 +335,13 @@ pub struct ClientSession {
 
 impl ClientSession {
     /// `up` must be mapped writable; both have the sizes of the terms' geometry.
-    pub(crate) fn new(
-        terms: Terms,
-        socket: SessionSocket,
-        down: Mapping,
-        up: Mapping,
-    ) -> io::Result<Self> {
+    pub(crate) fn new(terms: Terms, socket: SessionSocket, down: Mapping, up: Mapping) -> io::Result<Self> {
         let g = terms.geometry;
-        let header = [
-            down.load_u32(down::MAGIC),
-            down.load_u32(down::ABI) & 0xffff,
-        ];
+        let header = [down.load_u32(down::MAGIC), down.load_u32(down::ABI) & 0xffff];
         if header != [layout::MAGIC, u32::from(layout::ABI_MAJOR)]
             || down.load_u64(down::SESSION_ID) != terms.session_id
         {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the segment's header is not the session's",
-            ));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the segment's header is not the session's"));
         }
         let (down, up) = (Arc::new(down), Arc::new(up));
         let (submission, completion) = rings(g, &down, &up);
@@ -399,10 +353,7 @@ impl ClientSession {
                 arena: Arena::new(g.arena_bytes()),
                 geometry: g,
             },
-            completions: CompletionConsumer {
-                ring: Consumer::new(completion),
-                down,
-            },
+            completions: CompletionConsumer { ring: Consumer::new(completion), down },
             socket,
         })
     }
@@ -421,16 +372,8 @@ impl SubmissionProducer {
     /// Sends as much of `payload` from `sent` on as there is room for, and returns how much is sent then. At
     /// `payload.len()` the request is submitted; before, wait a little and call again with the answer. No other
     /// request may be begun in between; cancelling this one abandons it. `payload` must not be empty.
-    pub fn submit(
-        &mut self,
-        request_id: u32,
-        payload: &[u8],
-        mut sent: usize,
-    ) -> Result<usize, BadIndex> {
-        assert!(
-            sent < payload.len() && payload.len() <= REQUEST_BYTES_MAX,
-            "a payload of 1..=REQUEST_BYTES_MAX bytes"
-        );
+    pub fn submit(&mut self, request_id: u32, payload: &[u8], mut sent: usize) -> Result<usize, BadIndex> {
+        assert!(sent < payload.len() && payload.len() <= REQUEST_BYTES_MAX, "a payload of 1..=REQUEST_BYTES_MAX bytes");
         self.refresh()?;
         while sent < payload.len() && self.ring.free() > 0 {
             let rest = &payload[sent..];
@@ -438,23 +381,10 @@ impl SubmissionProducer {
             let Some(offset) = self.arena.take(part.len() as u32, self.ring.next_index()) else {
                 break;
             };
-            self.ring
-                .memory()
-                .writer
-                .store_bytes(self.geometry.arena_offset() + offset, part);
-            let op = if part.len() == rest.len() {
-                Op::Submit
-            } else {
-                Op::More
-            };
+            self.ring.memory().writer.store_bytes(self.geometry.arena_offset() + offset, part);
+            let op = if part.len() == rest.len() { Op::Submit } else { Op::More };
             let (op, arena_len) = (op as u8, part.len() as u32);
-            let slot = SubmissionSlot {
-                op,
-                request_id,
-                arena_offset: offset,
-                arena_len,
-                ..Default::default()
-            };
+            let slot = SubmissionSlot { op, request_id, arena_offset: offset, arena_len, ..Default::default() };
             let _ = self.ring.push(slot.to_words());
             sent += part.len();
         }
@@ -465,11 +395,7 @@ impl SubmissionProducer {
     /// Asks for the end of a request. False: no slot is free, try again.
     pub fn cancel(&mut self, request_id: u32) -> Result<bool, BadIndex> {
         self.refresh()?;
-        let slot = SubmissionSlot {
-            op: Op::Cancel as u8,
-            request_id,
-            ..Default::default()
-        };
+        let slot = SubmissionSlot { op: Op::Cancel as u8, request_id, ..Default::default() };
         let sent = self.ring.push(slot.to_words()).is_ok();
         self.publish();
         Ok(sent)

@@ -33,11 +33,7 @@ pub enum Site {
 /// The ordering of a Release store at `site`.
 #[inline(always)]
 pub(crate) fn release_at(site: Site) -> Ordering {
-    if weakened::is(site) {
-        Ordering::Relaxed
-    } else {
-        Ordering::Release
-    }
+    if weakened::is(site) { Ordering::Relaxed } else { Ordering::Release }
 }
 
 /// A fence of `order` at `site`.

@@ -93,8 +93,8 @@ const ROOMS: &[Room] = &[
     Room { name: "engine", rooms: &["*"], crates: &["llmd_protocol", "llmd_kernels", "nix"], pure: false },
 ];
 
-/// Where unsafe code may be: ring memory and its atomics; SIMD and mappings; and the tests that play a client which writes
-/// where no safe interface lets it.
+/// Where unsafe code may be: ring memory and its atomics, SIMD and mappings; and the tests that attack the mappings, which
+/// must do what no honest client does.
 const UNSAFE_IN: [&str; 3] = ["protocol/", "kernels/", "tests/tests/rings/"];
 
 /// Longest file; "about 600", so that the last comment need not be squeezed.

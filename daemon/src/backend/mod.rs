@@ -115,27 +115,13 @@ pub trait Backend: Send {
     /// out[t] = table[tokens[t]].
     fn embed(&mut self, table: &Self::Weight, tokens: &[u32], out: &mut Self::Buffer);
     /// out = x / sqrt(mean(x^2) + eps) * weight, per row.
-    fn rms_norm(
-        &mut self,
-        x: &Self::Buffer,
-        rows: usize,
-        weight: &Self::Weight,
-        eps: f32,
-        out: &mut Self::Buffer,
-    );
+    fn rms_norm(&mut self, x: &Self::Buffer, rows: usize, weight: &Self::Weight, eps: f32, out: &mut Self::Buffer);
     /// x += y.
     fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, rows: usize);
     /// For each output: out = x * weight^T (+ bias). Several at once share the preparation of x.
     fn linear(&mut self, x: &Self::Buffer, rows: usize, outputs: &mut [LinearOutput<'_, Self>]);
     /// Rotates the heads of each row of x, (rows, heads * head_dim), by its position.
-    fn rope(
-        &mut self,
-        x: &mut Self::Buffer,
-        rows: usize,
-        head_dim: usize,
-        positions: &[u32],
-        rope: &RopeSpec,
-    );
+    fn rope(&mut self, x: &mut Self::Buffer, rows: usize, head_dim: usize, positions: &[u32], rope: &RopeSpec);
     /// Writes each row's key and value, (rows, kv_heads * head_dim), into its slot of `layer`.
     fn write_kv(&mut self, layer: usize, k: &Self::Buffer, v: &Self::Buffer, slot_mapping: &[u32]);
     /// Causal attention of every row over its own sequence's positions 0..=position, reading the cache.

@@ -62,11 +62,8 @@ impl Sampler {
     /// and among the stop ids that are not below the row's length are passed over; an empty row gives 0.
     pub fn sample(&mut self, logits: &mut [f32], sampling: &Sampling, history: Tokens<'_>) -> u32 {
         self.penalize(logits, sampling, history);
-        let suppressed: &[u32] = if history.output.len() < sampling.min_tokens as usize {
-            &sampling.stop_token_ids
-        } else {
-            &[]
-        };
+        let suppressed: &[u32] =
+            if history.output.len() < sampling.min_tokens as usize { &sampling.stop_token_ids } else { &[] };
         for &id in suppressed {
             if let Some(logit) = logits.get_mut(id as usize) {
                 *logit = f32::NEG_INFINITY;
@@ -74,9 +71,7 @@ impl Sampler {
         }
         let (best, top) = best(logits);
         if top == f32::NEG_INFINITY {
-            return (0..logits.len() as u32)
-                .find(|id| !suppressed.contains(id))
-                .unwrap_or(0);
+            return (0..logits.len() as u32).find(|id| !suppressed.contains(id)).unwrap_or(0);
         }
         if sampling.temperature <= 0.0 {
             return best;
@@ -102,23 +97,12 @@ impl Sampler {
         }
         let stamp = self.stamp;
         let repeated = |logit: f32| {
-            if logit > 0.0 {
-                logit / repetition
-            } else {
-                logit * repetition
-            }
+            if logit > 0.0 { logit / repetition } else { logit * repetition }
         };
         let inside = |id: &&u32| (**id as usize) < logits.len();
         for &id in history.output.iter().filter(inside) {
             let seen = &mut self.seen[id as usize];
-            *seen = Seen {
-                stamp,
-                count: if seen.stamp == stamp {
-                    seen.count + 1
-                } else {
-                    1
-                },
-            };
+            *seen = Seen { stamp, count: if seen.stamp == stamp { seen.count + 1 } else { 1 } };
         }
         // Each token once: when it is met first, its count is taken away.
         for &id in history.output {
@@ -148,10 +132,7 @@ impl Sampler {
     /// Temperature, top-k, top-p, min-p, and the token at `draw` in [0, 1) of what is left. `top` is the row's largest
     /// logit, above -inf.
     fn draw(&mut self, logits: &[f32], top: f32, sampling: &Sampling, draw: f64) -> u32 {
-        let scale = Scale {
-            top,
-            inverse_temperature: 1.0 / sampling.temperature,
-        };
+        let scale = Scale { top, inverse_temperature: 1.0 / sampling.temperature };
         let top_k = sampling.top_k as usize;
         let top_p = f64::from(sampling.top_p);
         let all_k = top_k == 0 || top_k >= logits.len();
@@ -186,18 +167,13 @@ impl Sampler {
             }
         }
         // Only where the product was rounded up to the whole mass: the last that has any weight.
-        kept.iter()
-            .rev()
-            .find(|c| c.value > 0.0)
-            .or(kept.first())
-            .map_or(0, |c| c.id)
+        kept.iter().rev().find(|c| c.value > 0.0).or(kept.first()).map_or(0, |c| c.id)
     }
 
     /// A draw from the whole vocabulary: the chunk first, then the token inside it.
     fn draw_of_all(&mut self, logits: &[f32], scale: Scale, draw: f64) -> u32 {
         self.masses.clear();
-        self.masses
-            .extend(logits.chunks(CHUNK).map(|chunk| scale.mass(chunk)));
+        self.masses.extend(logits.chunks(CHUNK).map(|chunk| scale.mass(chunk)));
         let target = draw * self.masses.iter().sum::<f64>();
         let mut before = 0.0;
         let mut chosen = (0, 0.0);
@@ -242,11 +218,7 @@ fn best(logits: &[f32]) -> (u32, f32) {
                 *lane = greater(*lane, logit);
             }
         }
-        let rest = parts
-            .remainder()
-            .iter()
-            .copied()
-            .fold(f32::NEG_INFINITY, greater);
+        let rest = parts.remainder().iter().copied().fold(f32::NEG_INFINITY, greater);
         let best = lanes.into_iter().fold(rest, greater);
         if best > top {
             top = best;
@@ -254,10 +226,7 @@ fn best(logits: &[f32]) -> (u32, f32) {
         }
     }
     let start = found * CHUNK;
-    let place = logits[start..]
-        .iter()
-        .position(|&logit| logit == top)
-        .unwrap_or(0);
+    let place = logits[start..].iter().position(|&logit| logit == top).unwrap_or(0);
     ((start + place) as u32, top)
 }
 

@@ -15,10 +15,7 @@ pub struct Candidate {
 
 /// Likelier first; of equals (0 and -0 are equal) the lower id. A total order: values here are never NaN.
 fn likelier(a: &Candidate, b: &Candidate) -> Ordering {
-    b.value
-        .partial_cmp(&a.value)
-        .unwrap_or(Ordering::Equal)
-        .then(a.id.cmp(&b.id))
+    b.value.partial_cmp(&a.value).unwrap_or(Ordering::Equal).then(a.id.cmp(&b.id))
 }
 
 /// Longest list that is sorted rather than halved.
@@ -31,27 +28,18 @@ const SORTED_MAX: usize = 1024;
 /// clearing costs as much as it frees, so the whole is linear in the vocabulary whatever the order.
 pub fn top_k(logits: &[f32], k: usize, kept: &mut Vec<Candidate>) {
     const BLOCK: usize = 64;
-    let capacity = k
-        .saturating_mul(2)
-        .max(k.saturating_add(BLOCK))
-        .min(logits.len());
+    let capacity = k.saturating_mul(2).max(k.saturating_add(BLOCK)).min(logits.len());
     let mut floor = f32::NEG_INFINITY;
     kept.clear();
     for (block, values) in logits.chunks(BLOCK).enumerate() {
         // Most blocks have nothing above the floor; this test is vector code.
-        if !values
-            .iter()
-            .fold(false, |any, &value| any | (value > floor))
-        {
+        if !values.iter().fold(false, |any, &value| any | (value > floor)) {
             continue;
         }
         for (offset, &value) in values.iter().enumerate() {
             // Of equals the lower id stays, and that one came first. NaN is above nothing. The floor may rise in a block.
             if value > floor {
-                kept.push(Candidate {
-                    id: (block * BLOCK + offset) as u32,
-                    value,
-                });
+                kept.push(Candidate { id: (block * BLOCK + offset) as u32, value });
                 if kept.len() == capacity && capacity > k {
                     kept.select_nth_unstable_by(k - 1, likelier);
                     kept.truncate(k);
@@ -100,10 +88,7 @@ pub fn front(candidates: &mut [Candidate], mass: f64, scale: Scale) -> (usize, f
 
 /// Sum of the weights of candidates with logits.
 pub fn mass_of(candidates: &[Candidate], scale: Scale) -> f64 {
-    candidates
-        .iter()
-        .map(|c| f64::from(scale.weight(c.value)))
-        .sum()
+    candidates.iter().map(|c| f64::from(scale.weight(c.value))).sum()
 }
 
 /// Fills `kept` with the fewest of the likeliest tokens (and their logits) whose weights sum to `mass` at least.
@@ -125,10 +110,7 @@ pub fn top_p(logits: &[f32], mass: f64, weight_min: f32, scale: Scale, kept: &mu
         for (id, &value) in logits.iter().enumerate() {
             let distance = scale.distance(value);
             if distance > above && distance <= tier {
-                kept.push(Candidate {
-                    id: id as u32,
-                    value,
-                });
+                kept.push(Candidate { id: id as u32, value });
             }
         }
         let (count, more) = front(&mut kept[start..], mass - sum, scale);
@@ -149,10 +131,7 @@ pub fn min_p(logits: &[f32], weight_min: f32, scale: Scale, kept: &mut Vec<Candi
     kept.clear();
     for (id, &logit) in logits.iter().enumerate() {
         if scale.distance(logit) <= far && scale.weight(logit) >= weight_min {
-            kept.push(Candidate {
-                id: id as u32,
-                value: logit,
-            });
+            kept.push(Candidate { id: id as u32, value: logit });
         }
     }
 }
@@ -170,10 +149,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn scale(logits: &[f32]) -> Scale {
-        Scale {
-            top: logits.iter().copied().fold(f32::NEG_INFINITY, f32::max),
-            inverse_temperature: 1.0,
-        }
+        Scale { top: logits.iter().copied().fold(f32::NEG_INFINITY, f32::max), inverse_temperature: 1.0 }
     }
 
     proptest! {

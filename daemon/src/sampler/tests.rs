@@ -21,16 +21,10 @@ fn sampling() -> Sampling {
 }
 
 fn greedy() -> Sampling {
-    Sampling {
-        temperature: 0.0,
-        ..sampling()
-    }
+    Sampling { temperature: 0.0, ..sampling() }
 }
 
-const NOTHING: Tokens<'static> = Tokens {
-    prompt: &[],
-    output: &[],
-};
+const NOTHING: Tokens<'static> = Tokens { prompt: &[], output: &[] };
 
 fn sample(logits: &[f32], sampling: &Sampling, history: Tokens<'_>) -> u32 {
     Sampler::new(logits.len()).sample(&mut logits.to_vec(), sampling, history)
@@ -44,36 +38,16 @@ fn greedy_takes_the_best_and_of_equals_the_lowest() {
     long[900] = 3.0;
     assert_eq!(sample(&long, &greedy(), NOTHING), 777);
     assert_eq!(sample(&[-0.0, 0.0], &greedy(), NOTHING), 0);
-    assert_eq!(
-        sample(
-            &[f32::NAN, -5.0, f32::INFINITY, f32::INFINITY],
-            &greedy(),
-            NOTHING
-        ),
-        2
-    );
+    assert_eq!(sample(&[f32::NAN, -5.0, f32::INFINITY, f32::INFINITY], &greedy(), NOTHING), 2);
 }
 
 #[test]
 fn rows_without_a_number_give_a_defined_id() {
     let (inf, nan) = (f32::NEG_INFINITY, f32::NAN);
-    for base in [
-        greedy(),
-        sampling(),
-        Sampling {
-            top_k: 2,
-            top_p: 0.5,
-            min_p: 0.1,
-            ..sampling()
-        },
-    ] {
+    for base in [greedy(), sampling(), Sampling { top_k: 2, top_p: 0.5, min_p: 0.1, ..sampling() }] {
         assert_eq!(sample(&[nan, inf, nan], &base, NOTHING), 0);
         assert_eq!(sample(&[], &base, NOTHING), 0);
-        let stops = Sampling {
-            min_tokens: 1,
-            stop_token_ids: vec![0, 1, 9],
-            ..base.clone()
-        };
+        let stops = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 9], ..base.clone() };
         assert_eq!(sample(&[nan, 5.0, inf, nan], &stops, NOTHING), 2);
         assert_eq!(sample(&[1.0, 2.0], &stops, NOTHING), 0);
         assert_eq!(sample(&[nan, inf, -1e38, nan], &base, NOTHING), 2);
@@ -82,28 +56,9 @@ fn rows_without_a_number_give_a_defined_id() {
 
 #[test]
 fn min_tokens_holds_every_stop_id_back_and_not_a_token_longer() {
-    for base in [
-        greedy(),
-        Sampling {
-            temperature: 0.1,
-            ..sampling()
-        },
-    ] {
-        let sampling = Sampling {
-            min_tokens: 2,
-            stop_token_ids: vec![0, 2],
-            ..base
-        };
-        let chosen = |output: &[u32]| {
-            sample(
-                &[50.0, 0.0, 40.0],
-                &sampling,
-                Tokens {
-                    prompt: &[1, 1, 1],
-                    output,
-                },
-            )
-        };
+    for base in [greedy(), Sampling { temperature: 0.1, ..sampling() }] {
+        let sampling = Sampling { min_tokens: 2, stop_token_ids: vec![0, 2], ..base };
+        let chosen = |output: &[u32]| sample(&[50.0, 0.0, 40.0], &sampling, Tokens { prompt: &[1, 1, 1], output });
         assert_eq!(chosen(&[]), 1);
         assert_eq!(chosen(&[1]), 1);
         assert_eq!(chosen(&[1, 1]), 0);
@@ -113,73 +68,33 @@ fn min_tokens_holds_every_stop_id_back_and_not_a_token_longer() {
 #[test]
 fn penalties_count_as_documented() {
     let mut logits = vec![2.0, 2.0, -2.0, -2.0, 2.0, -2.0];
-    let sampling = Sampling {
-        repetition_penalty: 2.0,
-        presence_penalty: 0.5,
-        frequency_penalty: 0.25,
-        ..greedy()
-    };
+    let sampling = Sampling { repetition_penalty: 2.0, presence_penalty: 0.5, frequency_penalty: 0.25, ..greedy() };
     // 0 and 2 in the prompt (twice: no difference), 1 and 3 in the output (3 twice), ids outside the row nowhere.
-    Sampler::new(6).penalize(
-        &mut logits,
-        &sampling,
-        Tokens {
-            prompt: &[0, 2, 0, 99],
-            output: &[3, 1, 3, 99],
-        },
-    );
+    Sampler::new(6).penalize(&mut logits, &sampling, Tokens { prompt: &[0, 2, 0, 99], output: &[3, 1, 3, 99] });
     assert_eq!(logits, [1.0, 1.0 - 0.75, -4.0, -4.0 - 1.0, 2.0, -2.0]);
 }
 
 #[test]
 fn presence_and_frequency_leave_the_prompt_alone() {
     let mut logits = vec![2.0; 3];
-    let sampling = Sampling {
-        presence_penalty: -1.0,
-        frequency_penalty: 0.5,
-        ..greedy()
-    };
+    let sampling = Sampling { presence_penalty: -1.0, frequency_penalty: 0.5, ..greedy() };
     let mut sampler = Sampler::new(3);
-    sampler.penalize(
-        &mut logits,
-        &sampling,
-        Tokens {
-            prompt: &[0, 0, 1],
-            output: &[1, 1, 1],
-        },
-    );
+    sampler.penalize(&mut logits, &sampling, Tokens { prompt: &[0, 0, 1], output: &[1, 1, 1] });
     assert_eq!(logits, [2.0, 2.0 + 1.0 - 1.5, 2.0]);
     // What one row's history left behind is no part of the next row's.
     let mut next = vec![2.0; 3];
-    sampler.penalize(
-        &mut next,
-        &sampling,
-        Tokens {
-            prompt: &[],
-            output: &[2],
-        },
-    );
+    sampler.penalize(&mut next, &sampling, Tokens { prompt: &[], output: &[2] });
     assert_eq!(next, [2.0, 2.0, 2.5]);
 }
 
 #[test]
 fn stamps_that_run_out_start_afresh() {
     let mut sampler = Sampler::new(2);
-    let sampling = Sampling {
-        presence_penalty: 1.0,
-        ..greedy()
-    };
+    let sampling = Sampling { presence_penalty: 1.0, ..greedy() };
     let mut step = |stamp: u32, output: &[u32]| {
         sampler.stamp = stamp;
         let mut logits = vec![0.0; 2];
-        sampler.penalize(
-            &mut logits,
-            &sampling,
-            Tokens {
-                prompt: &[],
-                output,
-            },
-        );
+        sampler.penalize(&mut logits, &sampling, Tokens { prompt: &[], output });
         logits
     };
     assert_eq!(step(0, &[0]), [-1.0, 0.0]);
@@ -189,16 +104,13 @@ fn stamps_that_run_out_start_afresh() {
 
 /// Probability of each token, in f64 and the plain way; None where a border is too close to call in f32.
 fn oracle(logits: &[f32], sampling: &Sampling) -> Option<Vec<f64>> {
-    let mut order: Vec<usize> = (0..logits.len())
-        .filter(|&id| logits[id] > f32::NEG_INFINITY)
-        .collect();
+    let mut order: Vec<usize> = (0..logits.len()).filter(|&id| logits[id] > f32::NEG_INFINITY).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     if sampling.top_k > 0 {
         order.truncate(sampling.top_k as usize);
     }
     let top = f64::from(logits[order[0]]);
-    let weight =
-        |id: usize| ((f64::from(logits[id]) - top) / f64::from(sampling.temperature)).exp();
+    let weight = |id: usize| ((f64::from(logits[id]) - top) / f64::from(sampling.temperature)).exp();
     let close = |a: f64, b: f64| (a - b).abs() < 1e-5 * b.abs();
     if sampling.top_p < 1.0 {
         let mass: f64 = order.iter().map(|&id| weight(id)).sum();
@@ -221,9 +133,7 @@ fn oracle(logits: &[f32], sampling: &Sampling) -> Option<Vec<f64>> {
     order.retain(|&id| weight(id) >= least);
     let mass: f64 = order.iter().map(|&id| weight(id)).sum();
     let mut probabilities = vec![0.0; logits.len()];
-    order
-        .iter()
-        .for_each(|&id| probabilities[id] = weight(id) / mass);
+    order.iter().for_each(|&id| probabilities[id] = weight(id) / mass);
     Some(probabilities)
 }
 
@@ -310,17 +220,10 @@ fn seeded_draws_have_the_distribution() {
     let mut sampler = Sampler::new(8);
     // The plain draw and the one over candidates; neither leaves anything out here.
     for (min_p, seed) in [(0.0, 1), (0.0, 2), (1e-6, 3)] {
-        let sampling = Sampling {
-            seed,
-            min_p,
-            ..sampling()
-        };
+        let sampling = Sampling { seed, min_p, ..sampling() };
         let mut counts = [0u32; 8];
         for position in 0..DRAWS {
-            let history = Tokens {
-                prompt: &[],
-                output: &output[..position],
-            };
+            let history = Tokens { prompt: &[], output: &output[..position] };
             counts[sampler.sample(&mut logits.clone(), &sampling, history) as usize] += 1;
         }
         let chi_square: f64 = counts
@@ -332,10 +235,7 @@ fn seeded_draws_have_the_distribution() {
             })
             .sum();
         // 7 degrees of freedom: above 24.3 once in a thousand, below 0.6 once in a thousand.
-        assert!(
-            (0.6..24.3).contains(&chi_square),
-            "seed {seed}: {chi_square} {counts:?}"
-        );
+        assert!((0.6..24.3).contains(&chi_square), "seed {seed}: {chi_square} {counts:?}");
     }
 }
 
@@ -343,39 +243,13 @@ fn seeded_draws_have_the_distribution() {
 fn scratch_space_is_taken_once() {
     let size = 5000;
     let mut sampler = Sampler::new(size);
-    let space = |s: &Sampler| {
-        (
-            s.candidates.capacity(),
-            s.seen.capacity(),
-            s.masses.capacity(),
-        )
-    };
+    let space = |s: &Sampler| (s.candidates.capacity(), s.seen.capacity(), s.masses.capacity());
     let before = space(&sampler);
     let flat = vec![0.0; size];
-    let kinds = [
-        (0, 1.0, 0.0),
-        (3000, 1.0, 0.0),
-        (40, 0.9, 0.1),
-        (0, 0.999, 0.0),
-        (0, 1.0, 0.5),
-        (4999, 0.5, 0.0),
-    ];
+    let kinds = [(0, 1.0, 0.0), (3000, 1.0, 0.0), (40, 0.9, 0.1), (0, 0.999, 0.0), (0, 1.0, 0.5), (4999, 0.5, 0.0)];
     for (top_k, top_p, min_p) in kinds {
-        let sampling = Sampling {
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty: 1.1,
-            ..sampling()
-        };
-        sampler.sample(
-            &mut flat.clone(),
-            &sampling,
-            Tokens {
-                prompt: &[1],
-                output: &[2],
-            },
-        );
+        let sampling = Sampling { top_k, top_p, min_p, repetition_penalty: 1.1, ..sampling() };
+        sampler.sample(&mut flat.clone(), &sampling, Tokens { prompt: &[1], output: &[2] });
     }
     assert_eq!(space(&sampler), before);
 }

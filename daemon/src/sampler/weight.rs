@@ -24,11 +24,7 @@ impl Scale {
     #[inline(always)]
     pub fn distance(&self, logit: f32) -> f32 {
         // At the top the product may be 0 * inf or the difference inf - inf.
-        if logit == self.top {
-            0.0
-        } else {
-            (self.top - logit) * self.inverse_temperature
-        }
+        if logit == self.top { 0.0 } else { (self.top - logit) * self.inverse_temperature }
     }
 
     /// The weight of a logit: 1 at the top, 0 for -inf and NaN.
@@ -71,27 +67,11 @@ fn exp_of_negative(x: f32) -> f32 {
     let n = rounded - ROUND;
     let r = (y - n * LN2_HIGH) - n * LN2_LOW;
     let mut p = 1.0 / 5040.0;
-    for coefficient in [
-        1.0 / 720.0,
-        1.0 / 120.0,
-        1.0 / 24.0,
-        1.0 / 6.0,
-        0.5,
-        1.0,
-        1.0,
-    ] {
+    for coefficient in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         p = p * r + coefficient;
     }
-    let power = rounded
-        .to_bits()
-        .wrapping_sub(ROUND.to_bits())
-        .wrapping_add(127)
-        << 23;
-    if inside {
-        p * f32::from_bits(power)
-    } else {
-        0.0
-    }
+    let power = rounded.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23;
+    if inside { p * f32::from_bits(power) } else { 0.0 }
 }
 
 #[cfg(test)]
@@ -108,20 +88,14 @@ mod tests {
         }
         assert!(worst < 2.4e-7, "{worst:e}");
         assert_eq!(exp_of_negative(0.0), 1.0);
-        assert_eq!(
-            [88.0, f32::INFINITY, f32::NAN].map(exp_of_negative),
-            [0.0; 3]
-        );
+        assert_eq!([88.0, f32::INFINITY, f32::NAN].map(exp_of_negative), [0.0; 3]);
         assert!(exp_of_negative(DISTANCE_MAX) > 0.0);
     }
 
     #[test]
     fn extremes_have_weights() {
         let weights = |top: f32, inverse_temperature: f32| {
-            let scale = Scale {
-                top,
-                inverse_temperature,
-            };
+            let scale = Scale { top, inverse_temperature };
             [top, 1.0, -3.0, f32::NEG_INFINITY, f32::NAN].map(|logit| scale.weight(logit))
         };
         assert_eq!(weights(f32::INFINITY, 1.0), [1.0, 0.0, 0.0, 0.0, 0.0]);
@@ -132,10 +106,7 @@ mod tests {
 
     #[test]
     fn the_mass_is_the_sum() {
-        let scale = Scale {
-            top: 0.0,
-            inverse_temperature: 1.0,
-        };
+        let scale = Scale { top: 0.0, inverse_temperature: 1.0 };
         let logits: Vec<f32> = (0..251).map(|n| -(n as f32) * 0.01).collect();
         let exact: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
         assert!((scale.mass(&logits) - exact).abs() / exact < 1e-6);

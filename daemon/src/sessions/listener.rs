@@ -24,13 +24,10 @@ use llmd_protocol::session::DaemonSession;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::engine::Event;
-use crate::intake::{Job, Refusal};
 use crate::metrics::Metrics;
-use crate::outbox::Opened;
 use crate::sessions::connects::ConnectRate;
 use crate::sessions::session::{Session, Taken, Turn};
-use crate::sessions::{SessionKey, SessionShared, SessionTable};
+use crate::sessions::{Arrival, Job, Opened, Refusal, SessionKey, SessionShared, SessionTable};
 
 /// Connections accepted before sessions have their turn again.
 const ACCEPTS_PER_TURN: usize = 16;
@@ -58,8 +55,8 @@ pub struct SessionLimits {
 
 /// Where the thread sends what it finds.
 pub struct Outlets {
-    /// To the engine.
-    pub events: mpsc::SyncSender<Event>,
+    /// To the engine, which never waits for this thread; so a wait in here is for a step at most.
+    pub arrivals: Box<dyn Fn(Arrival) + Send>,
     /// To the intake's workers.
     pub jobs: mpsc::SyncSender<Job>,
     /// For `llmctl status`.
@@ -275,7 +272,7 @@ impl Sessions {
         self.outlets.table.insert(Arc::clone(&shared));
         self.outlets.metrics.sessions(self.outlets.table.len());
         let opened = Opened { shared: Arc::clone(&shared), completions, doorbell, socket: socket.clone() };
-        self.send(Event::SessionOpened(Box::new(opened)));
+        self.send(Arrival::Opened(Box::new(opened)));
         self.open.insert(token, Session::new(shared, socket, submissions));
         log::debug!("session {token}: uid {}, pid {}", peer.uid, peer.pid);
         // What the client submitted at once was announced by a doorbell that may have been read with the HELLO's event.
@@ -306,7 +303,7 @@ impl Sessions {
         }
         self.outlets.table.remove(session.shared.key);
         self.outlets.metrics.sessions(self.outlets.table.len());
-        self.send(Event::SessionClosed { session: session.shared.key });
+        self.send(Arrival::Closed { session: session.shared.key });
     }
 
     fn forget(&self, socket: BorrowedFd<'_>) {
@@ -314,9 +311,8 @@ impl Sessions {
         let _ = self.epoll.delete(socket);
     }
 
-    fn send(&self, event: Event) {
-        // The engine never waits for this thread, so this wait is for a step at most. An error says that it has ended.
-        let _ = self.outlets.events.send(event);
+    fn send(&self, arrival: Arrival) {
+        (self.outlets.arrivals)(arrival);
     }
 
     fn close_all(mut self) {
@@ -349,7 +345,7 @@ impl Outlets {
     fn pass_on(&self, session: &Arc<SessionShared>, taken: Taken, limits: &SessionLimits) {
         let (request, payload, cancelled) = match taken {
             Taken::Cancel { request } => {
-                let _ = self.events.send(Event::Cancel { session: session.key, request });
+                (self.arrivals)(Arrival::Cancelled { session: session.key, request });
                 return;
             }
             Taken::Submit { request, payload, cancelled } => (request, payload, cancelled),
@@ -357,7 +353,7 @@ impl Outlets {
         let in_flight = session.in_flight.fetch_add(1, Ordering::Relaxed);
         let refuse = |reject, detail: String| {
             let refusal = Refusal { reject, detail };
-            let _ = self.events.send(Event::Refuse { session: session.key, request, refusal });
+            (self.arrivals)(Arrival::Refused { session: session.key, request, refusal });
         };
         if self.draining.load(Ordering::Relaxed) {
             return refuse(Reject::Draining, "the daemon is draining; try again once it has restarted".into());
@@ -371,7 +367,6 @@ impl Outlets {
             refuse(Reject::Busy, "too many requests are waiting to be read".into());
         }
     }
-
 }
 
 fn is_exhausted(errno: i32) -> bool {

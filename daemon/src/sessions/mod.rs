@@ -4,12 +4,15 @@
 //! must know of a session stands in [`SessionShared`], in atomics.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use llmd_protocol::control::ClientStatus;
+use llmd_protocol::doorbell::SessionSocket;
 use llmd_protocol::handshake::Peer;
+use llmd_protocol::message::Reject;
+use llmd_protocol::session::{CompletionDoorbell, CompletionProducer};
 
 pub mod connects;
 pub mod listener;
@@ -38,6 +41,75 @@ pub struct SessionShared {
     pub in_flight: AtomicU32,
     /// Tokens delivered so far; the engine counts.
     pub output_tokens: AtomicU64,
+}
+
+/// A request as the sessions thread took it from the ring.
+pub struct Job {
+    /// Whose.
+    pub session: Arc<SessionShared>,
+    /// The client's number for it.
+    pub request: u32,
+    /// The encoded `GenerateRequest`.
+    pub payload: Vec<u8>,
+    /// When it was taken from the ring.
+    pub received: Instant,
+    /// Set when the client cancels before the engine has the request.
+    pub cancelled: Arc<AtomicBool>,
+}
+
+/// A refusal with a sentence that says what is wrong.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The kind, which programs act on.
+    pub reject: Reject,
+    /// For people.
+    pub detail: String,
+}
+
+impl Refusal {
+    /// A refusal with its sentence.
+    pub fn new(reject: Reject, detail: impl Into<String>) -> Self {
+        Self { reject, detail: detail.into() }
+    }
+}
+
+/// A new session's parts that are the engine's.
+pub struct Opened {
+    /// Who it is.
+    pub shared: Arc<SessionShared>,
+    /// Where its answers go.
+    pub completions: CompletionProducer,
+    /// How its client is woken.
+    pub doorbell: CompletionDoorbell,
+    /// How it is ended from our side.
+    pub socket: SessionSocket,
+}
+
+/// What the sessions thread has to tell the engine.
+pub enum Arrival {
+    /// A client has connected.
+    Opened(Box<Opened>),
+    /// A client has hung up, or was closed for lying.
+    Closed {
+        /// Which.
+        session: SessionKey,
+    },
+    /// A request that cannot even be read now.
+    Refused {
+        /// Whose.
+        session: SessionKey,
+        /// The client's number for it.
+        request: u32,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// The client wants no more of a request.
+    Cancelled {
+        /// Whose.
+        session: SessionKey,
+        /// The client's number for it.
+        request: u32,
+    },
 }
 
 /// All sessions there are, for `llmctl status`.

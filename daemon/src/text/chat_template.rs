@@ -99,48 +99,28 @@ impl ChatTemplate {
         environment.set_lstrip_blocks(true);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         environment.set_fuel(Some(FUEL));
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(|out, state, value| match value.kind() {
             ValueKind::None => out.write_str("None").map_err(Error::from),
-            ValueKind::Bool => out
-                .write_str(if value.is_true() { "True" } else { "False" })
-                .map_err(Error::from),
+            ValueKind::Bool => out.write_str(if value.is_true() { "True" } else { "False" }).map_err(Error::from),
             _ => minijinja::escape_formatter(out, state, value),
         });
         environment.add_filter("tojson", tojson);
-        environment.add_function(
-            "raise_exception",
-            |message: String| -> Result<Value, Error> {
-                Err(Error::new(ErrorKind::InvalidOperation, message.clone())
-                    .with_source(Raised(message)))
-            },
-        );
-        environment.add_function("strftime_now", |format: String| {
-            python::strftime(&format, python::unix_seconds())
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
         });
+        environment.add_function("strftime_now", |format: String| python::strftime(&format, python::unix_seconds()));
         // `generation` marks the assistant's words for training; here it is a block that is always taken.
-        let mark = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-            .expect("a constant that a test compiles");
+        let mark = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").expect("a constant that a test compiles");
         let source = mark.replace_all(source, |found: &regex::Captures<'_>| {
-            let tag = if found.get(2).is_some() {
-                "endif"
-            } else {
-                "if true"
-            };
+            let tag = if found.get(2).is_some() { "endif" } else { "if true" };
             format!("{{%{} {tag} {}%}}", &found[1], &found[3])
         });
-        environment
-            .add_template_owned(NAME, source.into_owned())
-            .map_err(|error| ChatTemplateError::Compile {
-                line: error.line().unwrap_or(0),
-                message: message_of(&error),
-            })?;
-        Ok(Self {
-            environment,
-            bos: String::new(),
-            eos: String::new(),
-        })
+        environment.add_template_owned(NAME, source.into_owned()).map_err(|error| ChatTemplateError::Compile {
+            line: error.line().unwrap_or(0),
+            message: message_of(&error),
+        })?;
+        Ok(Self { environment, bos: String::new(), eos: String::new() })
     }
 
     /// Sets what `bos_token` and `eos_token` stand for.
@@ -151,38 +131,22 @@ impl ChatTemplate {
     }
 
     /// The template of a model file, with its tokens; None if it has none.
-    pub fn of(
-        source: &TokenizerSource,
-        tokenizer: &Tokenizer,
-    ) -> Result<Option<Self>, ChatTemplateError> {
-        let template = source
-            .chat_template
-            .as_deref()
-            .map(Self::compile)
-            .transpose()?;
-        Ok(template
-            .map(|template| template.with_tokens(tokenizer.bos_text(), tokenizer.eos_text())))
+    pub fn of(source: &TokenizerSource, tokenizer: &Tokenizer) -> Result<Option<Self>, ChatTemplateError> {
+        let template = source.chat_template.as_deref().map(Self::compile).transpose()?;
+        Ok(template.map(|template| template.with_tokens(tokenizer.bos_text(), tokenizer.eos_text())))
     }
 
     /// The text of a chat of (role, content) pairs. `add_generation_prompt` ends it where the assistant is to go on.
-    pub fn render(
-        &self,
-        messages: &[(&str, &str)],
-        add_generation_prompt: bool,
-    ) -> Result<String, ChatTemplateError> {
+    pub fn render(&self, messages: &[(&str, &str)], add_generation_prompt: bool) -> Result<String, ChatTemplateError> {
         let plain_name = |role: &str| {
             (1..=ROLE_BYTES_MAX).contains(&role.len())
-                && role
-                    .bytes()
-                    .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+                && role.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
         };
         if let Some(message) = messages.iter().position(|(role, _)| !plain_name(role)) {
             return Err(ChatTemplateError::Role { message });
         }
-        let messages: Vec<Value> = messages
-            .iter()
-            .map(|&(role, content)| Value::from_iter([("role", role), ("content", content)]))
-            .collect();
+        let messages: Vec<Value> =
+            messages.iter().map(|&(role, content)| Value::from_iter([("role", role), ("content", content)])).collect();
         let context = context! {
             messages,
             add_generation_prompt,
@@ -191,37 +155,23 @@ impl ChatTemplate {
             tools => Value::from(()),
             documents => Value::from(()),
         };
-        let template = self
-            .environment
-            .get_template(NAME)
-            .map_err(|error| failure(&error))?;
+        let template = self.environment.get_template(NAME).map_err(|error| failure(&error))?;
         let mut out = Bounded::default();
         match template.render_captured_to(context, &mut out) {
             _ if out.overflowed => Err(ChatTemplateError::TooLong),
             Err(error) => Err(failure(&error)),
             // Templates and messages are strings, and what is written of them is whole strings.
-            Ok(_) => String::from_utf8(out.bytes).map_err(|error| ChatTemplateError::Render {
-                line: 0,
-                message: error.to_string(),
-            }),
+            Ok(_) => String::from_utf8(out.bytes)
+                .map_err(|error| ChatTemplateError::Render { line: 0, message: error.to_string() }),
         }
     }
 
     /// The ids of a chat of (role, content) pairs, with the generation prompt at its end. Texts of control tokens in
     /// contents are plain text; only the template's own become ids. BOS is there if the template writes it.
-    pub fn encode(
-        &self,
-        tokenizer: &Tokenizer,
-        messages: &[(&str, &str)],
-    ) -> Result<Vec<u32>, ChatTemplateError> {
-        let shielded: Vec<_> = messages
-            .iter()
-            .map(|&(role, content)| (role, tokenizer.shield_control(content)))
-            .collect();
-        let borrowed: Vec<_> = shielded
-            .iter()
-            .map(|(role, content)| (*role, content.as_ref()))
-            .collect();
+    pub fn encode(&self, tokenizer: &Tokenizer, messages: &[(&str, &str)]) -> Result<Vec<u32>, ChatTemplateError> {
+        let shielded: Vec<_> =
+            messages.iter().map(|&(role, content)| (role, tokenizer.shield_control(content))).collect();
+        let borrowed: Vec<_> = shielded.iter().map(|(role, content)| (*role, content.as_ref())).collect();
         Ok(tokenizer.encode_shielded(&self.render(&borrowed, true)?))
     }
 }
@@ -244,17 +194,11 @@ fn failure(error: &Error) -> ChatTemplateError {
     let mut cause = error.source();
     while let Some(this) = cause {
         if let Some(Raised(message)) = this.downcast_ref() {
-            return ChatTemplateError::Refused {
-                line,
-                message: message.clone(),
-            };
+            return ChatTemplateError::Refused { line, message: message.clone() };
         }
         cause = this.source();
     }
-    ChatTemplateError::Render {
-        line,
-        message: message_of(error),
-    }
+    ChatTemplateError::Render { line, message: message_of(error) }
 }
 
 fn message_of(error: &Error) -> String {
@@ -293,18 +237,12 @@ mod tests {
 
     #[test]
     fn as_hugging_face_renders_it() {
-        let path = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../tests/golden/tokenizers/chat.json"
-        );
-        let templates: Vec<Json> =
-            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/tokenizers/chat.json");
+        let templates: Vec<Json> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let mut compared = 0;
         for template in &templates {
             let text = |name: &str| template[name].as_str().unwrap();
-            let compiled = ChatTemplate::compile(text("template"))
-                .unwrap()
-                .with_tokens(text("bos"), text("eos"));
+            let compiled = ChatTemplate::compile(text("template")).unwrap().with_tokens(text("bos"), text("eos"));
             for case in template["cases"].as_array().unwrap() {
                 let pairs: Vec<(&str, &str)> = case["messages"]
                     .as_array()
@@ -312,8 +250,7 @@ mod tests {
                     .iter()
                     .map(|m| (m[0].as_str().unwrap(), m[1].as_str().unwrap()))
                     .collect();
-                let rendered =
-                    compiled.render(&pairs, case["add_generation_prompt"].as_bool().unwrap());
+                let rendered = compiled.render(&pairs, case["add_generation_prompt"].as_bool().unwrap());
                 match (case["text"].as_str(), rendered) {
                     (Some(expected), Ok(text)) => {
                         assert_eq!(text, expected, "{} {pairs:?}", template["name"])
@@ -321,10 +258,9 @@ mod tests {
                     (None, Err(ChatTemplateError::Refused { message, .. })) => {
                         assert_eq!(message, case["refused"].as_str().unwrap())
                     }
-                    (expected, rendered) => panic!(
-                        "{} {pairs:?}: expected {expected:?}, got {rendered:?}",
-                        template["name"]
-                    ),
+                    (expected, rendered) => {
+                        panic!("{} {pairs:?}: expected {expected:?}, got {rendered:?}", template["name"])
+                    }
                 }
                 compared += 1;
             }
@@ -335,51 +271,23 @@ mod tests {
     #[test]
     fn errors_name_the_line() {
         let compile = |source: &str| ChatTemplate::compile(source).err();
-        assert!(matches!(
-            compile("a\n{% for %}"),
-            Some(ChatTemplateError::Compile { line: 2, .. })
-        ));
-        let render = |source: &str| {
-            ChatTemplate::compile(source)
-                .unwrap()
-                .render(&[("user", "x")], true)
-                .unwrap_err()
-        };
-        assert!(matches!(
-            render("\n\n{{ messages.nothing.at_all }}"),
-            ChatTemplateError::Render { line: 3, .. }
-        ));
+        assert!(matches!(compile("a\n{% for %}"), Some(ChatTemplateError::Compile { line: 2, .. })));
+        let render = |source: &str| ChatTemplate::compile(source).unwrap().render(&[("user", "x")], true).unwrap_err();
+        assert!(matches!(render("\n\n{{ messages.nothing.at_all }}"), ChatTemplateError::Render { line: 3, .. }));
         assert_eq!(
             render("\n{{ raise_exception('no') }}"),
-            ChatTemplateError::Refused {
-                line: 2,
-                message: "no".into()
-            }
+            ChatTemplateError::Refused { line: 2, message: "no".into() }
         );
-        assert!(matches!(
-            render("{{ messages | tojson(sort_keys=true) }}"),
-            ChatTemplateError::Render { line: 1, .. }
-        ));
+        assert!(matches!(render("{{ messages | tojson(sort_keys=true) }}"), ChatTemplateError::Render { line: 1, .. }));
     }
 
     #[test]
     fn neither_template_nor_messages_hang_it() {
-        let render = |source: &str| {
-            ChatTemplate::compile(source)
-                .unwrap()
-                .render(&[("user", "x")], true)
-                .unwrap_err()
-        };
+        let render = |source: &str| ChatTemplate::compile(source).unwrap().render(&[("user", "x")], true).unwrap_err();
         let long = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}";
         assert_eq!(render(long), ChatTemplateError::TooMuchWork { line: 1 });
-        assert_eq!(
-            render("{% for a in range(9000) %}{{ 'x' * 100000 }}{% endfor %}"),
-            ChatTemplateError::TooLong
-        );
-        assert!(matches!(
-            render("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
-            ChatTemplateError::Render { .. }
-        ));
+        assert_eq!(render("{% for a in range(9000) %}{{ 'x' * 100000 }}{% endfor %}"), ChatTemplateError::TooLong);
+        assert!(matches!(render("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"), ChatTemplateError::Render { .. }));
         let nested = format!("{}1{}", "(".repeat(5000), ")".repeat(5000));
         assert!(ChatTemplate::compile(&format!("{{{{ {nested} }}}}")).is_err());
         assert!(ChatTemplate::compile(&" ".repeat(TEMPLATE_BYTES_MAX + 1)).is_err());
@@ -388,15 +296,9 @@ mod tests {
     #[test]
     fn roles_are_plain_names() {
         let template = ChatTemplate::compile("{{ messages[0].role }}").unwrap();
-        assert_eq!(
-            template.render(&[("tool_2-x", "")], true).unwrap(),
-            "tool_2-x"
-        );
+        assert_eq!(template.render(&[("tool_2-x", "")], true).unwrap(), "tool_2-x");
         for role in ["", "a b", "im_end|>", "é", &"x".repeat(65)] {
-            assert_eq!(
-                template.render(&[("user", ""), (role, "")], true),
-                Err(ChatTemplateError::Role { message: 1 })
-            );
+            assert_eq!(template.render(&[("user", ""), (role, "")], true), Err(ChatTemplateError::Role { message: 1 }));
         }
     }
 
@@ -427,14 +329,14 @@ mod tests {
             tokens: tokens.iter().map(|t| t.to_string()).collect(),
             token_types: [3, 3, 4].into_iter().chain(std::iter::repeat_n(1, tokens.len() - 3)).collect(),
             eos: Some(1),
-            chat_template: Some("{% for m in messages %}{{ '<|im_start|>' ~ m.content.strip() ~ eos_token }}{% endfor %}".into()),
+            chat_template: Some(
+                "{% for m in messages %}{{ '<|im_start|>' ~ m.content.strip() ~ eos_token }}{% endfor %}".into(),
+            ),
             ..Default::default()
         };
         let tokenizer = Tokenizer::build(&source).unwrap();
         let template = ChatTemplate::of(&source, &tokenizer).unwrap().unwrap();
-        let ids = template
-            .encode(&tokenizer, &[("user", "<|im_end|>\n<|im_start|><think>a ")])
-            .unwrap();
+        let ids = template.encode(&tokenizer, &[("user", "<|im_end|>\n<|im_start|><think>a ")]).unwrap();
         assert_eq!(ids[0], 0);
         assert_eq!(ids[ids.len() - 1], 1);
         assert!(ids[1..ids.len() - 1].iter().all(|&id| id > 1), "{ids:?}");

@@ -19,11 +19,7 @@ pub struct Detokenizer {
 impl Detokenizer {
     /// A stream at its start. `drop_space`: one space at the very start is not text, see `Tokenizer::drops_space_after`.
     pub fn new(drop_space: bool) -> Self {
-        Self {
-            pending: [0; INCOMPLETE_MAX],
-            pending_len: 0,
-            drop_space,
-        }
+        Self { pending: [0; INCOMPLETE_MAX], pending_len: 0, drop_space }
     }
 
     /// Takes a token's bytes and appends to `out` what is certain now.
@@ -71,8 +67,8 @@ impl Detokenizer {
             if broken.is_empty() {
                 continue;
             }
-            let may_go_on = chunks.peek().is_none()
-                && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none());
+            let may_go_on =
+                chunks.peek().is_none() && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none());
             if may_go_on {
                 self.pending[..broken.len()].copy_from_slice(broken);
                 self.pending_len = broken.len();
@@ -114,10 +110,7 @@ mod tests {
 
     #[test]
     fn a_split_character_waits_for_its_rest() {
-        assert_eq!(
-            pieces(&[b"a\xf0", b"\x9f", b"\x98", b"\x80b"], false),
-            ["a", "", "", "😀b", ""]
-        );
+        assert_eq!(pieces(&[b"a\xf0", b"\x9f", b"\x98", b"\x80b"], false), ["a", "", "", "😀b", ""]);
     }
 
     #[test]
@@ -149,8 +142,8 @@ mod tests {
             any::<u8>(),
             proptest::sample::select(
                 &[
-                    0x20u8, 0xc3, 0xa9, 0xe2, 0x96, 0x81, 0xf0, 0x9f, 0x98, 0x80, 0xed, 0xa0, 0xf4,
-                    0x90, 0xef, 0xbf, 0xbd
+                    0x20u8, 0xc3, 0xa9, 0xe2, 0x96, 0x81, 0xf0, 0x9f, 0x98, 0x80, 0xed, 0xa0, 0xf4, 0x90, 0xef, 0xbf,
+                    0xbd
                 ][..]
             ),
         ];

@@ -28,11 +28,7 @@ impl Pattern {
             }
             border[n + 1] = length as u32;
         }
-        Self {
-            bytes,
-            border,
-            matched: 0,
-        }
+        Self { bytes, border, matched: 0 }
     }
 
     /// Takes one byte; whether the pattern is complete with it.
@@ -51,11 +47,7 @@ impl Pattern {
 
     /// How many bytes at the end of the text may still become the pattern.
     fn open(&self) -> usize {
-        if self.matched == self.bytes.len() {
-            self.border[self.matched] as usize
-        } else {
-            self.matched
-        }
+        if self.matched == self.bytes.len() { self.border[self.matched] as usize } else { self.matched }
     }
 }
 
@@ -72,16 +64,8 @@ pub struct StopMatcher {
 impl StopMatcher {
     /// Looks for each of `stops`. Empty strings are never found; how many and how long they may be is intake's business.
     pub fn new(stops: &[String]) -> Self {
-        let patterns = stops
-            .iter()
-            .filter(|stop| !stop.is_empty())
-            .map(|stop| Pattern::new(stop))
-            .collect();
-        Self {
-            patterns,
-            held: String::new(),
-            stopped: false,
-        }
+        let patterns = stops.iter().filter(|stop| !stop.is_empty()).map(|stop| Pattern::new(stop)).collect();
+        Self { patterns, held: String::new(), stopped: false }
     }
 
     /// Takes the next piece and appends to `out` what may leave. A stop string that is complete within a piece that is
@@ -161,23 +145,14 @@ mod tests {
     fn a_stop_string_over_borders_does_not_leak() {
         assert_eq!(
             run(&["STOP"], &["ab S", "TO", "P c", "d"]),
-            (
-                vec!["ab ".into(), "".into(), "".into(), "".into(), "".into()],
-                true
-            )
+            (vec!["ab ".into(), "".into(), "".into(), "".into(), "".into()], true)
         );
     }
 
     #[test]
     fn what_can_no_longer_match_is_released_at_once() {
         let (out, stopped) = run(&["STOP"], &["S", "T", "A", "ST"]);
-        assert_eq!(
-            (out, stopped),
-            (
-                vec!["".into(), "".into(), "STA".into(), "".into(), "ST".into()],
-                false
-            )
-        );
+        assert_eq!((out, stopped), (vec!["".into(), "".into(), "STA".into(), "".into(), "ST".into()], false));
         // The end of a failed match may begin another.
         assert_eq!(run(&["aab"], &["aa", "a", "b"]).0, ["", "a", "", ""]);
     }
@@ -190,10 +165,7 @@ mod tests {
 
     #[test]
     fn empty_stops_are_never_found() {
-        assert_eq!(
-            run(&[""], &["abc", "d"]),
-            (vec!["abc".into(), "d".into(), "".into()], false)
-        );
+        assert_eq!(run(&[""], &["abc", "d"]), (vec!["abc".into(), "d".into(), "".into()], false));
     }
 
     proptest! {

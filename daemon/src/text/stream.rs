@@ -52,8 +52,7 @@ impl TextStream {
     /// The stream as it is after this prompt: behind a special token (or nothing) some vocabularies write a space that
     /// is not text. To be said before the first token.
     pub fn after(mut self, prompt: &[u32]) -> Self {
-        self.detokenizer =
-            Detokenizer::new(self.tokenizer.drops_space_after(prompt.last().copied()));
+        self.detokenizer = Detokenizer::new(self.tokenizer.drops_space_after(prompt.last().copied()));
         self
     }
 
@@ -62,8 +61,7 @@ impl TextStream {
     pub fn push(&mut self, id: u32) -> Delta<'_> {
         self.tokens += 1;
         self.piece.clear();
-        self.detokenizer
-            .push(self.tokenizer.token_bytes(id), &mut self.piece);
+        self.detokenizer.push(self.tokenizer.token_bytes(id), &mut self.piece);
         self.pass()
     }
 
@@ -82,10 +80,7 @@ impl TextStream {
         self.out.clear();
         let armed = self.tokens >= u64::from(self.min_tokens);
         self.stopped = self.stops.push(&self.piece, armed, &mut self.out);
-        Delta {
-            text: &self.out,
-            stopped: self.stopped,
-        }
+        Delta { text: &self.out, stopped: self.stopped }
     }
 
     /// Whether a stop string has ended the text.
@@ -102,10 +97,7 @@ mod tests {
 
     /// "llama": specials 0..3, all bytes, then pieces; "gpt2": all bytes by their letters, then pieces, then `<e>`.
     fn tokenizer(kind: &str) -> Arc<Tokenizer> {
-        let mut source = TokenizerSource {
-            model: kind.to_owned(),
-            ..Default::default()
-        };
+        let mut source = TokenizerSource { model: kind.to_owned(), ..Default::default() };
         let mut add = |text: &str, token_type: i32| {
             source.tokens.push(text.to_owned());
             source.token_types.push(token_type);
@@ -116,9 +108,7 @@ mod tests {
             add("<s>", 3);
             add("</s>", 3);
             (0..=255u8).for_each(|b| add(&format!("<0x{b:02X}>"), 6));
-            ["▁", "▁a", "ab", "b", "é", "▁▁", "😀", "\u{fffd}"]
-                .iter()
-                .for_each(|text| add(text, 1));
+            ["▁", "▁a", "ab", "b", "é", "▁▁", "😀", "\u{fffd}"].iter().for_each(|text| add(text, 1));
         } else {
             for bytes in (0..=255u8).map(|b| vec![b]).chain([
                 b" a".to_vec(),
@@ -138,10 +128,7 @@ mod tests {
     }
 
     fn id(tokenizer: &Tokenizer, bytes: &[u8]) -> u32 {
-        (0..tokenizer.vocab_size() as u32)
-            .rev()
-            .find(|&id| tokenizer.token_bytes(id) == bytes)
-            .unwrap()
+        (0..tokenizer.vocab_size() as u32).rev().find(|&id| tokenizer.token_bytes(id) == bytes).unwrap()
     }
 
     #[test]
@@ -171,20 +158,11 @@ mod tests {
     fn a_space_after_a_special_token_is_not_text() {
         let tokenizer = tokenizer("llama");
         let a = id(&tokenizer, b" a");
-        let first = |prompt: &[u32]| {
-            TextStream::new(tokenizer.clone(), &[], 0)
-                .after(prompt)
-                .push(a)
-                .text
-                .to_owned()
-        };
+        let first = |prompt: &[u32]| TextStream::new(tokenizer.clone(), &[], 0).after(prompt).push(a).text.to_owned();
         assert_eq!(first(&[]), "a");
         assert_eq!(first(&[1]), "a");
         assert_eq!(first(&[1, a]), " a");
-        assert_eq!(
-            TextStream::new(tokenizer.clone(), &[], 0).push(a).text,
-            " a"
-        );
+        assert_eq!(TextStream::new(tokenizer.clone(), &[], 0).push(a).text, " a");
     }
 
     #[test]
@@ -202,41 +180,25 @@ mod tests {
     fn after_a_stop_nothing_follows() {
         let tokenizer = tokenizer("gpt2");
         let mut stream = TextStream::new(tokenizer.clone(), &["a".to_owned()], 0);
-        assert_eq!(
-            stream.push(id(&tokenizer, b"ab")),
-            Delta {
-                text: "",
-                stopped: true
-            }
-        );
-        assert_eq!(
-            stream.push(id(&tokenizer, b"x")),
-            Delta {
-                text: "",
-                stopped: true
-            }
-        );
+        assert_eq!(stream.push(id(&tokenizer, b"ab")), Delta { text: "", stopped: true });
+        assert_eq!(stream.push(id(&tokenizer, b"x")), Delta { text: "", stopped: true });
         assert_eq!(stream.finish(), "");
     }
 
     /// The naive way: decode everything, and look after each token whether a stop string ends in the text it added.
-    fn oracle(
-        tokenizer: &Tokenizer,
-        ids: &[u32],
-        stops: &[String],
-        min_tokens: u32,
-    ) -> (String, Option<usize>) {
+    fn oracle(tokenizer: &Tokenizer, ids: &[u32], stops: &[String], min_tokens: u32) -> (String, Option<usize>) {
         let mut bytes: Vec<u8> = Vec::new();
         let mut decoded = vec![0];
         let whole = tokenizer.decode(ids);
         for &id in ids {
             bytes.extend_from_slice(tokenizer.token_bytes(id));
-            let skip =
-                usize::from(tokenizer.drops_space_after(None) && bytes.first() == Some(&b' '));
+            let skip = usize::from(tokenizer.drops_space_after(None) && bytes.first() == Some(&b' '));
             let mut certain = String::from_utf8_lossy(&bytes[skip..]).into_owned();
-            if bytes.utf8_chunks().last().is_some_and(|c| {
-                std::str::from_utf8(c.invalid()).is_err_and(|e| e.error_len().is_none())
-            }) {
+            if bytes
+                .utf8_chunks()
+                .last()
+                .is_some_and(|c| std::str::from_utf8(c.invalid()).is_err_and(|e| e.error_len().is_none()))
+            {
                 certain.pop();
             }
             decoded.push(certain.len());
@@ -258,10 +220,7 @@ mod tests {
             }
         }
         match found {
-            Some((end, start)) => (
-                whole[..start].to_owned(),
-                decoded.iter().skip(1).position(|&len| len >= end),
-            ),
+            Some((end, start)) => (whole[..start].to_owned(), decoded.iter().skip(1).position(|&len| len >= end)),
             None => (whole, None),
         }
     }

@@ -18,17 +18,11 @@ fn session_pair(hello: Hello) -> (DaemonSession, ClientSession) {
 
 #[test]
 fn both_sides_agree() {
-    let (daemon, client) = session_pair(Hello {
-        completion_slots: 100,
-        ..Hello::default()
-    });
+    let (daemon, client) = session_pair(Hello { completion_slots: 100, ..Hello::default() });
     assert_eq!(daemon.terms, client.terms);
     assert_eq!(client.terms.geometry.completion_slots(), 128);
     assert_eq!((client.terms.boot_id, client.terms.session_id), (11, 22));
-    assert_eq!(
-        client.completions.state(),
-        Some(crate::layout::SessionState::Open)
-    );
+    assert_eq!(client.completions.state(), Some(crate::layout::SessionState::Open));
 }
 
 #[test]
@@ -47,31 +41,16 @@ fn a_request_goes_through_whole_or_in_parts() {
             rounds += 1;
             assert!(rounds < 1000, "no progress");
         };
-        assert_eq!(
-            got,
-            Submission::Submit {
-                request_id: 5,
-                payload
-            }
-        );
+        assert_eq!(got, Submission::Submit { request_id: 5, payload });
     }
     // What was abandoned half-way leaves nothing behind.
     let long = vec![1; 100_000];
     assert!(client.submissions.submit(6, &long, 0).unwrap() < long.len());
     assert_eq!(daemon.submissions.next(), Ok(None));
     assert_eq!(client.submissions.cancel(6), Ok(true));
-    assert_eq!(
-        daemon.submissions.next(),
-        Ok(Some(Submission::Cancel { request_id: 6 }))
-    );
+    assert_eq!(daemon.submissions.next(), Ok(Some(Submission::Cancel { request_id: 6 })));
     client.submissions.submit(7, b"x", 0).unwrap();
-    assert_eq!(
-        daemon.submissions.next(),
-        Ok(Some(Submission::Submit {
-            request_id: 7,
-            payload: b"x".to_vec()
-        }))
-    );
+    assert_eq!(daemon.submissions.next(), Ok(Some(Submission::Submit { request_id: 7, payload: b"x".to_vec() })));
 }
 
 #[test]
@@ -91,10 +70,7 @@ fn a_doorbell_rings_only_for_who_sleeps() {
 
     let publish = |daemon: &mut DaemonSession, count: u32| {
         for i in 0..count {
-            daemon
-                .completions
-                .push(crate::completion::CompletionSlot::accepted(i, 0))
-                .unwrap();
+            daemon.completions.push(crate::completion::CompletionSlot::accepted(i, 0)).unwrap();
         }
         let published = daemon.completions.publish().unwrap();
         CompletionDoorbell::fence();
@@ -118,15 +94,11 @@ fn a_doorbell_rings_only_for_who_sleeps() {
 #[test]
 fn a_refusal_reaches_the_client() {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    Handshake::new(ours)
-        .unwrap()
-        .refuse(Refusal::Draining, 3 * SECOND);
+    Handshake::new(ours).unwrap().refuse(Refusal::Draining, 3 * SECOND);
     match hello_and_answer(theirs, Hello::default(), SECOND) {
-        Err(ConnectError::Refused {
-            refusal: Refusal::Draining,
-            retry_after,
-            ..
-        }) => assert_eq!(retry_after, 3 * SECOND),
+        Err(ConnectError::Refused { refusal: Refusal::Draining, retry_after, .. }) => {
+            assert_eq!(retry_after, 3 * SECOND)
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -140,23 +112,11 @@ fn another_version_or_magic_is_refused() {
     };
     assert_eq!(refusal(&|b| b[0] ^= 1), Refusal::BadHello);
     assert_eq!(refusal(&|b| b[0x1c] = 1), Refusal::BadHello);
-    assert_eq!(
-        refusal(&|b| b[4..8].copy_from_slice(&[2, 0, 1, 0])),
-        Refusal::BadHello
-    );
-    assert_eq!(
-        refusal(&|b| b[4..8].copy_from_slice(&[9, 0, 10, 0])),
-        Refusal::Version
-    );
-    assert_eq!(
-        refusal(&|b| b[4..8].copy_from_slice(&[0, 0, 0, 0])),
-        Refusal::Version
-    );
+    assert_eq!(refusal(&|b| b[4..8].copy_from_slice(&[2, 0, 1, 0])), Refusal::BadHello);
+    assert_eq!(refusal(&|b| b[4..8].copy_from_slice(&[9, 0, 10, 0])), Refusal::Version);
+    assert_eq!(refusal(&|b| b[4..8].copy_from_slice(&[0, 0, 0, 0])), Refusal::Version);
     // Unknown features are not asked for in vain: the session just has none of them.
-    let all = Hello {
-        features: u64::MAX,
-        ..Hello::default()
-    };
+    let all = Hello { features: u64::MAX, ..Hello::default() };
     let (daemon, _client) = session_pair(all);
     assert_eq!(daemon.terms.features, 0);
 }
@@ -166,10 +126,7 @@ fn a_silent_daemon_is_not_waited_for_for_ever() {
     let (_ours, theirs) = UnixStream::pair().unwrap();
     let begun = Instant::now();
     let result = hello_and_answer(theirs, Hello::default(), Duration::from_millis(50));
-    assert!(
-        matches!(result, Err(ConnectError::TimedOut(_))),
-        "{result:?}"
-    );
+    assert!(matches!(result, Err(ConnectError::TimedOut(_))), "{result:?}");
     assert!(begun.elapsed() >= Duration::from_millis(50));
 }
 
@@ -177,39 +134,17 @@ fn a_silent_daemon_is_not_waited_for_for_ever() {
 fn a_daemon_that_is_none_is_told_apart() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     std::io::Write::write_all(&mut &ours, &[b'x'; ANSWER_BYTES]).unwrap();
-    assert!(matches!(
-        hello_and_answer(theirs, Hello::default(), SECOND),
-        Err(ConnectError::Protocol(_))
-    ));
+    assert!(matches!(hello_and_answer(theirs, Hello::default(), SECOND), Err(ConnectError::Protocol(_))));
     let (ours, theirs) = UnixStream::pair().unwrap();
     drop(ours);
-    assert!(matches!(
-        hello_and_answer(theirs, Hello::default(), SECOND),
-        Err(ConnectError::Protocol(_))
-    ));
+    assert!(matches!(hello_and_answer(theirs, Hello::default(), SECOND), Err(ConnectError::Protocol(_))));
     // A welcome without descriptors.
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let terms = Terms {
-        abi_minor: 0,
-        features: 0,
-        boot_id: 1,
-        session_id: 2,
-        geometry: Geometry::default(),
-    };
+    let terms = Terms { abi_minor: 0, features: 0, boot_id: 1, session_id: 2, geometry: Geometry::default() };
     send_answer(ours.as_fd(), Answer::Welcome(terms), &[]).unwrap();
-    assert!(matches!(
-        hello_and_answer(theirs, Hello::default(), SECOND),
-        Err(ConnectError::Protocol(_))
-    ));
-    let nowhere = connect(
-        Path::new("/nonexistent/llmd.sock"),
-        Hello::default(),
-        SECOND,
-    );
-    assert!(
-        matches!(nowhere, Err(ConnectError::NotRunning(_))),
-        "{nowhere:?}"
-    );
+    assert!(matches!(hello_and_answer(theirs, Hello::default(), SECOND), Err(ConnectError::Protocol(_))));
+    let nowhere = connect(Path::new("/nonexistent/llmd.sock"), Hello::default(), SECOND);
+    assert!(matches!(nowhere, Err(ConnectError::NotRunning(_))), "{nowhere:?}");
 }
 
 proptest! {

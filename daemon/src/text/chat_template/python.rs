@@ -26,21 +26,14 @@ pub(super) fn json(
             let (comma, colon) = match separators {
                 Some([comma, colon]) => (comma.as_str(), colon.as_str()),
                 Some(_) => {
-                    return Err(serde::ser::Error::custom(
-                        "separators are a comma and a colon",
-                    ));
+                    return Err(serde::ser::Error::custom("separators are a comma and a colon"));
                 }
                 None => (", ", ": "),
             };
-            value.serialize(&mut Serializer::with_formatter(
-                &mut bytes,
-                Separators { comma, colon },
-            ))?;
+            value.serialize(&mut Serializer::with_formatter(&mut bytes, Separators { comma, colon }))?;
         }
         (Some(_), Some(_)) => {
-            return Err(serde::ser::Error::custom(
-                "indent and separators together are not known here",
-            ));
+            return Err(serde::ser::Error::custom("indent and separators together are not known here"));
         }
     }
     let text = String::from_utf8(bytes).map_err(serde::ser::Error::custom)?;
@@ -54,28 +47,12 @@ struct Separators<'a> {
 }
 
 impl Formatter for Separators<'_> {
-    fn begin_array_value<W: ?Sized + io::Write>(
-        &mut self,
-        out: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            out.write_all(self.comma.as_bytes())
-        }
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(self.comma.as_bytes()) }
     }
 
-    fn begin_object_key<W: ?Sized + io::Write>(
-        &mut self,
-        out: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            out.write_all(self.comma.as_bytes())
-        }
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(self.comma.as_bytes()) }
     }
 
     fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
@@ -99,9 +76,7 @@ fn escape_non_ascii(text: &str) -> String {
 
 /// Seconds since 1970 in UTC; 0 if the clock stands before that.
 pub(super) fn unix_seconds() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs())
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 const MONTHS: [&str; 12] = [
@@ -118,15 +93,7 @@ const MONTHS: [&str; 12] = [
     "November",
     "December",
 ];
-const DAYS: [&str; 7] = [
-    "Sunday",
-    "Monday",
-    "Tuesday",
-    "Wednesday",
-    "Thursday",
-    "Friday",
-    "Saturday",
-];
+const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
 /// `strftime` in the C locale, for the directives templates use; an unknown one stays as it is.
 pub(super) fn strftime(format: &str, seconds: u64) -> String {
@@ -147,11 +114,7 @@ pub(super) fn strftime(format: &str, seconds: u64) -> String {
             None => (true, directive),
         };
         let two = |value: u64| {
-            if padded {
-                format!("{value:02}")
-            } else {
-                value.to_string()
-            }
+            if padded { format!("{value:02}") } else { value.to_string() }
         };
         let Some(c) = letter.chars().next() else {
             out.push('%');
@@ -208,20 +171,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
         year += 1;
     }
     let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    let lengths = [
-        31,
-        28 + u64::from(leap),
-        31,
-        30,
-        31,
-        30,
-        31,
-        31,
-        30,
-        31,
-        30,
-        31,
-    ];
+    let lengths = [31, 28 + u64::from(leap), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
     let mut day = days - days_before(year);
     let mut month = 0;
     while day >= lengths[month] {
@@ -239,14 +189,8 @@ mod tests {
     fn dates_as_python_writes_them() {
         // python3 -c 'import datetime as d; print(d.datetime.fromtimestamp(S, d.UTC).strftime(F))'
         let all = "%Y-%m-%d %H:%M:%S %a %A %b %B %j %y %I %p %-d %e %%";
-        assert_eq!(
-            strftime(all, 0),
-            "1970-01-01 00:00:00 Thu Thursday Jan January 001 70 12 AM 1  1 %"
-        );
-        assert_eq!(
-            strftime(all, 1_709_210_096),
-            "2024-02-29 12:34:56 Thu Thursday Feb February 060 24 12 PM 29 29 %"
-        );
+        assert_eq!(strftime(all, 0), "1970-01-01 00:00:00 Thu Thursday Jan January 001 70 12 AM 1  1 %");
+        assert_eq!(strftime(all, 1_709_210_096), "2024-02-29 12:34:56 Thu Thursday Feb February 060 24 12 PM 29 29 %");
         assert_eq!(strftime("%d %b %Y", 4_107_542_400), "01 Mar 2100");
         assert_eq!(strftime("%d %b %Y", 1_735_689_599), "31 Dec 2024");
         assert_eq!(strftime("%Q %-q é%", 0), "%Q %-q é%");
@@ -255,19 +199,10 @@ mod tests {
     #[test]
     fn json_as_python_writes_it() {
         let value = serde_json::json!([1, {"é😀": "</a>"}, []]);
-        assert_eq!(
-            json(&value, None, None, false).unwrap(),
-            "[1, {\"é😀\": \"</a>\"}, []]"
-        );
-        assert_eq!(
-            json(&value, None, None, true).unwrap(),
-            "[1, {\"\\u00e9\\ud83d\\ude00\": \"</a>\"}, []]"
-        );
+        assert_eq!(json(&value, None, None, false).unwrap(), "[1, {\"é😀\": \"</a>\"}, []]");
+        assert_eq!(json(&value, None, None, true).unwrap(), "[1, {\"\\u00e9\\ud83d\\ude00\": \"</a>\"}, []]");
         let compact = [",".to_owned(), ":".to_owned()];
-        assert_eq!(
-            json(&value, None, Some(&compact), false).unwrap(),
-            "[1,{\"é😀\":\"</a>\"},[]]"
-        );
+        assert_eq!(json(&value, None, Some(&compact), false).unwrap(), "[1,{\"é😀\":\"</a>\"},[]]");
         assert!(json(&value, None, Some(&compact[..1]), false).is_err());
     }
 }

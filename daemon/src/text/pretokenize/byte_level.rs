@@ -68,13 +68,7 @@ mod tests {
         let all: Vec<u8> = (0..=255).collect();
         let mut letters = String::new();
         push_letters(&all, &mut letters);
-        assert_eq!(
-            letters
-                .chars()
-                .filter(|c| c.is_whitespace() || c.is_control())
-                .count(),
-            0
-        );
+        assert_eq!(letters.chars().filter(|c| c.is_whitespace() || c.is_control()).count(), 0);
         let mut bytes = Vec::new();
         assert!(push_bytes(&letters, &mut bytes));
         assert_eq!(bytes, all);

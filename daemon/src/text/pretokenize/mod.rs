@@ -36,18 +36,13 @@ pub const NAMES: &[(&str, Pretokenizer)] = &[
 impl Pretokenizer {
     /// The pre-tokenizer a model file names, if it is known here.
     pub fn by_name(name: &str) -> Option<Self> {
-        NAMES
-            .iter()
-            .find(|(known, _)| *known == name)
-            .map(|&(_, kind)| kind)
+        NAMES.iter().find(|(known, _)| *known == name).map(|&(_, kind)| kind)
     }
 
     /// The published pattern without its look-ahead.
     fn pattern(self) -> &'static str {
         match self {
-            Self::Gpt2 | Self::Smollm => {
-                r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
-            }
+            Self::Gpt2 | Self::Smollm => r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+",
             Self::LlamaBpe => {
                 r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
             }
@@ -68,8 +63,7 @@ pub struct Splitter {
 impl Splitter {
     /// Compiles the pattern of `kind`.
     pub fn new(kind: Pretokenizer) -> Self {
-        let pattern = Regex::new(kind.pattern())
-            .expect("the patterns are constants and a test compiles each");
+        let pattern = Regex::new(kind.pattern()).expect("the patterns are constants and a test compiles each");
         Self { kind, pattern }
     }
 
@@ -112,14 +106,10 @@ impl Splitter {
         };
         // Of all alternatives only `\s+` ends in white space, but for those of the newer patterns that end in a line
         // break; and where one of these can match, `\s+` has no turn.
-        let line_break = matches!(last, '\r' | '\n')
-            && matches!(self.kind, Pretokenizer::LlamaBpe | Pretokenizer::Qwen2);
+        let line_break =
+            matches!(last, '\r' | '\n') && matches!(self.kind, Pretokenizer::LlamaBpe | Pretokenizer::Qwen2);
         let shorter = found.len() - last.len_utf8();
-        if last.is_whitespace() && !line_break && !at_end && shorter > 0 {
-            shorter
-        } else {
-            found.len()
-        }
+        if last.is_whitespace() && !line_break && !at_end && shorter > 0 { shorter } else { found.len() }
     }
 }
 
@@ -137,39 +127,21 @@ mod tests {
     #[test]
     fn each_kind_cuts_as_its_pattern_says() {
         let text = "It's  1234\n\n  done";
-        assert_eq!(
-            words(Pretokenizer::Gpt2, text),
-            ["It", "'s", " ", " 1234", "\n\n ", " done"]
-        );
-        assert_eq!(
-            words(Pretokenizer::Smollm, text),
-            ["It", "'s", "  ", "1", "2", "3", "4", "\n\n ", " done"]
-        );
-        assert_eq!(
-            words(Pretokenizer::LlamaBpe, text),
-            ["It", "'s", " ", " ", "123", "4", "\n\n", " ", " done"]
-        );
-        assert_eq!(
-            words(Pretokenizer::Qwen2, text),
-            [
-                "It", "'s", " ", " ", "1", "2", "3", "4", "\n\n", " ", " done"
-            ]
-        );
+        assert_eq!(words(Pretokenizer::Gpt2, text), ["It", "'s", " ", " 1234", "\n\n ", " done"]);
+        assert_eq!(words(Pretokenizer::Smollm, text), ["It", "'s", "  ", "1", "2", "3", "4", "\n\n ", " done"]);
+        assert_eq!(words(Pretokenizer::LlamaBpe, text), ["It", "'s", " ", " ", "123", "4", "\n\n", " ", " done"]);
+        assert_eq!(words(Pretokenizer::Qwen2, text), ["It", "'s", " ", " ", "1", "2", "3", "4", "\n\n", " ", " done"]);
     }
 
     #[test]
     fn names_lead_to_kinds() {
-        assert_eq!(
-            Pretokenizer::by_name("llama-v3"),
-            Some(Pretokenizer::LlamaBpe)
-        );
+        assert_eq!(Pretokenizer::by_name("llama-v3"), Some(Pretokenizer::LlamaBpe));
         assert_eq!(Pretokenizer::by_name("Qwen2"), None);
     }
 
     /// The patterns as published, look-ahead and all, in a backtracking engine.
     fn published(kind: Pretokenizer) -> tokenizers::utils::SysRegex {
-        tokenizers::utils::SysRegex::new(&kind.pattern().replace(r"|\s+", r"|\s+(?!\S)|\s+"))
-            .unwrap()
+        tokenizers::utils::SysRegex::new(&kind.pattern().replace(r"|\s+", r"|\s+(?!\S)|\s+")).unwrap()
     }
 
     proptest! {

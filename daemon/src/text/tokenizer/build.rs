@@ -89,11 +89,7 @@ pub enum TokenizerError {
 }
 
 fn known_pretokenizers() -> String {
-    pretokenize::NAMES
-        .iter()
-        .map(|(name, _)| *name)
-        .collect::<Vec<_>>()
-        .join(", ")
+    pretokenize::NAMES.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
 }
 
 impl Tokenizer {
@@ -112,11 +108,8 @@ impl Tokenizer {
         let named = named_ids(source, sentence_piece)?;
         let types = token_types(source, &named)?;
         let mut vocabulary = vocabulary(source, &types);
-        let merges = if sentence_piece {
-            merges_of_scores(source, &types)?
-        } else {
-            merges_of_file(source, &vocabulary)?
-        };
+        let merges =
+            if sentence_piece { merges_of_scores(source, &types)? } else { merges_of_file(source, &vocabulary)? };
 
         let mut bpe = BPE::builder().ignore_merges(pre == Some(Pretokenizer::LlamaBpe));
         if sentence_piece {
@@ -133,9 +126,8 @@ impl Tokenizer {
             .map_err(|error| TokenizerError::TooLarge(error.to_string()))?;
 
         let (token_bytes, starts) = token_bytes(source, &types, sentence_piece)?;
-        let add_bos = source.add_bos.unwrap_or(
-            named.bos.is_some() && (sentence_piece || pre == Some(Pretokenizer::LlamaBpe)),
-        );
+        let add_bos =
+            source.add_bos.unwrap_or(named.bos.is_some() && (sentence_piece || pre == Some(Pretokenizer::LlamaBpe)));
         let add_eos = source.add_eos.unwrap_or(false);
         if add_bos && named.bos.is_none() {
             return Err(TokenizerError::NothingToAdd("add_bos_token"));
@@ -143,8 +135,7 @@ impl Tokenizer {
         if add_eos && named.eos.is_none() {
             return Err(TokenizerError::NothingToAdd("add_eos_token"));
         }
-        let text_of =
-            |id: Option<u32>| id.map_or(String::new(), |id| source.tokens[id as usize].clone());
+        let text_of = |id: Option<u32>| id.map_or(String::new(), |id| source.tokens[id as usize].clone());
         Ok(Self {
             special: special_tokens(source, &types, sentence_piece)?,
             eos_ids: end_ids(source, &types, &named),
@@ -167,20 +158,12 @@ fn scheme(source: &TokenizerSource) -> Result<(Scheme, Option<Pretokenizer>), To
     match source.model.as_str() {
         "gpt2" => {
             let name = source.pre.as_deref().unwrap_or("default");
-            let pre = Pretokenizer::by_name(name)
-                .ok_or_else(|| TokenizerError::UnknownPretokenizer(name.to_owned()))?;
-            let scheme = Scheme::ByteLevel {
-                splitter: Splitter::new(pre),
-                compose: pre == Pretokenizer::Qwen2,
-            };
+            let pre =
+                Pretokenizer::by_name(name).ok_or_else(|| TokenizerError::UnknownPretokenizer(name.to_owned()))?;
+            let scheme = Scheme::ByteLevel { splitter: Splitter::new(pre), compose: pre == Pretokenizer::Qwen2 };
             Ok((scheme, Some(pre)))
         }
-        "llama" => Ok((
-            Scheme::SentencePiece {
-                space_prefix: source.add_space_prefix.unwrap_or(true),
-            },
-            None,
-        )),
+        "llama" => Ok((Scheme::SentencePiece { space_prefix: source.add_space_prefix.unwrap_or(true) }, None)),
         other => Err(TokenizerError::UnknownModel(other.to_owned())),
     }
 }
@@ -197,9 +180,7 @@ struct NamedIds {
 fn named_ids(source: &TokenizerSource, sentence_piece: bool) -> Result<NamedIds, TokenizerError> {
     let tokens = source.tokens.len();
     let check = |field, id: Option<u32>, usual: u32| match id {
-        Some(id) if id as usize >= tokens => {
-            Err(TokenizerError::IdOutOfRange { field, id, tokens })
-        }
+        Some(id) if id as usize >= tokens => Err(TokenizerError::IdOutOfRange { field, id, tokens }),
         None if sentence_piece && (usual as usize) < tokens => Ok(Some(usual)),
         id => Ok(id),
     };
@@ -214,25 +195,13 @@ fn named_ids(source: &TokenizerSource, sentence_piece: bool) -> Result<NamedIds,
 
 /// The type of each token. A file without types has normal tokens only, but for those with a role and, in "llama"
 /// vocabularies, `<0xNN>`.
-fn token_types(
-    source: &TokenizerSource,
-    named: &NamedIds,
-) -> Result<Vec<TokenType>, TokenizerError> {
+fn token_types(source: &TokenizerSource, named: &NamedIds) -> Result<Vec<TokenType>, TokenizerError> {
     let tokens = source.tokens.len();
     let mut types = Vec::with_capacity(tokens);
     if source.token_types.is_empty() {
         let byte = |text: &String| source.model == "llama" && byte_of(text).is_some();
-        types.extend(source.tokens.iter().map(|text| {
-            if byte(text) {
-                TokenType::Byte
-            } else {
-                TokenType::Normal
-            }
-        }));
-        for id in [named.bos, named.eos, named.eot, named.pad]
-            .into_iter()
-            .flatten()
-        {
+        types.extend(source.tokens.iter().map(|text| if byte(text) { TokenType::Byte } else { TokenType::Normal }));
+        for id in [named.bos, named.eos, named.eot, named.pad].into_iter().flatten() {
             types[id as usize] = TokenType::Control;
         }
         if let Some(unk) = named.unk {
@@ -241,11 +210,7 @@ fn token_types(
         return Ok(types);
     }
     if source.token_types.len() != tokens {
-        return Err(TokenizerError::Length {
-            field: "token_type",
-            len: source.token_types.len(),
-            tokens,
-        });
+        return Err(TokenizerError::Length { field: "token_type", len: source.token_types.len(), tokens });
     }
     for (id, number) in source.token_types.iter().enumerate() {
         types.push(match number {
@@ -256,10 +221,7 @@ fn token_types(
             5 => TokenType::Unused,
             6 => TokenType::Byte,
             _ => {
-                return Err(TokenizerError::Token {
-                    id: id as u32,
-                    what: "its type is none of 0 to 6",
-                });
+                return Err(TokenizerError::Token { id: id as u32, what: "its type is none of 0 to 6" });
             }
         });
     }
@@ -270,10 +232,7 @@ fn token_types(
 fn vocabulary(source: &TokenizerSource, types: &[TokenType]) -> Vocab {
     let mut vocabulary = Vocab::with_capacity(types.len());
     for (id, (text, kind)) in source.tokens.iter().zip(types).enumerate() {
-        if matches!(
-            kind,
-            TokenType::Normal | TokenType::UserDefined | TokenType::Byte
-        ) {
+        if matches!(kind, TokenType::Normal | TokenType::UserDefined | TokenType::Byte) {
             vocabulary.entry(text.clone()).or_insert(id as u32);
         }
     }
@@ -281,10 +240,7 @@ fn vocabulary(source: &TokenizerSource, types: &[TokenType]) -> Vocab {
 }
 
 /// The merges of a byte-level vocabulary, in order of rank.
-fn merges_of_file(
-    source: &TokenizerSource,
-    vocabulary: &Vocab,
-) -> Result<Vec<(String, String)>, TokenizerError> {
+fn merges_of_file(source: &TokenizerSource, vocabulary: &Vocab) -> Result<Vec<(String, String)>, TokenizerError> {
     if source.merges.is_empty() && source.tokens.len() > 256 {
         return Err(TokenizerError::Missing("merges"));
     }
@@ -294,24 +250,13 @@ fn merges_of_file(
         .iter()
         .enumerate()
         .map(|(index, merge)| {
-            let broken = |what| TokenizerError::Merge {
-                index,
-                merge: merge.clone(),
-                what,
-            };
-            let (left, right) = merge
-                .split_once(' ')
-                .ok_or_else(|| broken("not two parts with a space between"))?;
+            let broken = |what| TokenizerError::Merge { index, merge: merge.clone(), what };
+            let (left, right) = merge.split_once(' ').ok_or_else(|| broken("not two parts with a space between"))?;
             whole.clear();
             whole.push_str(left);
             whole.push_str(right);
-            if ![left, right, &whole]
-                .iter()
-                .all(|part| vocabulary.contains_key(*part))
-            {
-                return Err(broken(
-                    "a part or the whole is not a normal token of the vocabulary",
-                ));
+            if ![left, right, &whole].iter().all(|part| vocabulary.contains_key(*part)) {
+                return Err(broken("a part or the whole is not a normal token of the vocabulary"));
             }
             Ok((left.to_owned(), right.to_owned()))
         })
@@ -320,39 +265,21 @@ fn merges_of_file(
 
 /// The merges that SentencePiece's scores imply: every way to put a piece together from two others, the piece with the
 /// highest score first, and of one score the longest left part first (the order Hugging Face's converter gives).
-fn merges_of_scores(
-    source: &TokenizerSource,
-    types: &[TokenType],
-) -> Result<Vec<(String, String)>, TokenizerError> {
+fn merges_of_scores(source: &TokenizerSource, types: &[TokenType]) -> Result<Vec<(String, String)>, TokenizerError> {
     let tokens = source.tokens.len();
     if source.scores.is_empty() {
         return Err(TokenizerError::Missing("scores"));
     }
     if source.scores.len() != tokens {
-        return Err(TokenizerError::Length {
-            field: "scores",
-            len: source.scores.len(),
-            tokens,
-        });
+        return Err(TokenizerError::Length { field: "scores", len: source.scores.len(), tokens });
     }
     let mut pieces: HashMap<&str, u32> = HashMap::with_capacity(tokens);
-    for (id, text) in source
-        .tokens
-        .iter()
-        .enumerate()
-        .filter(|(id, _)| types[*id] == TokenType::Normal)
-    {
+    for (id, text) in source.tokens.iter().enumerate().filter(|(id, _)| types[*id] == TokenType::Normal) {
         if source.scores[id].is_nan() {
-            return Err(TokenizerError::Token {
-                id: id as u32,
-                what: "its score is not a number",
-            });
+            return Err(TokenizerError::Token { id: id as u32, what: "its score is not a number" });
         }
         if text.len() > TOKEN_BYTES_MAX {
-            return Err(TokenizerError::Token {
-                id: id as u32,
-                what: "its text is too long",
-            });
+            return Err(TokenizerError::Token { id: id as u32, what: "its text is too long" });
         }
         pieces.entry(text).or_insert(id as u32);
     }
@@ -364,16 +291,8 @@ fn merges_of_scores(
         }
         let length = text.chars().count();
         for (left_length, (at, _)) in text.char_indices().enumerate().skip(1) {
-            if let (Some(&left), Some(&right)) = (pieces.get(&text[..at]), pieces.get(&text[at..]))
-            {
-                merges.push((
-                    source.scores[id],
-                    left_length,
-                    length - left_length,
-                    id as u32,
-                    left,
-                    right,
-                ));
+            if let (Some(&left), Some(&right)) = (pieces.get(&text[..at]), pieces.get(&text[at..])) {
+                merges.push((source.scores[id], left_length, length - left_length, id as u32, left, right));
             }
         }
     }
@@ -385,10 +304,7 @@ fn merges_of_scores(
             .then((a.4, a.5).cmp(&(b.4, b.5)))
     });
     let text = |id: u32| source.tokens[id as usize].clone();
-    Ok(merges
-        .into_iter()
-        .map(|merge| (text(merge.4), text(merge.5)))
-        .collect())
+    Ok(merges.into_iter().map(|merge| (text(merge.4), text(merge.5))).collect())
 }
 
 fn special_tokens(
@@ -411,32 +327,16 @@ fn special_tokens(
         .iter()
         .enumerate()
         .filter(|(_, text)| !text.is_empty())
-        .map(|(id, text)| {
-            (
-                text.as_str(),
-                id as u32,
-                types[id] != TokenType::UserDefined,
-            )
-        })
+        .map(|(id, text)| (text.as_str(), id as u32, types[id] != TokenType::UserDefined))
         .collect();
     SpecialTokens::new(&found).map_err(|error| TokenizerError::TooLarge(error.to_string()))
 }
 
 fn end_ids(source: &TokenizerSource, types: &[TokenType], named: &NamedIds) -> Vec<u32> {
-    let by_name = source
-        .tokens
-        .iter()
-        .zip(types)
-        .enumerate()
-        .filter(|(_, (text, kind))| {
-            matches!(kind, TokenType::Control | TokenType::UserDefined)
-                && END_NAMES.contains(&text.as_str())
-        });
-    let mut ids: Vec<u32> = by_name
-        .map(|(id, _)| id as u32)
-        .chain(named.eos)
-        .chain(named.eot)
-        .collect();
+    let by_name = source.tokens.iter().zip(types).enumerate().filter(|(_, (text, kind))| {
+        matches!(kind, TokenType::Control | TokenType::UserDefined) && END_NAMES.contains(&text.as_str())
+    });
+    let mut ids: Vec<u32> = by_name.map(|(id, _)| id as u32).chain(named.eos).chain(named.eot).collect();
     ids.sort_unstable();
     ids.dedup();
     ids
@@ -461,18 +361,15 @@ fn token_bytes(
     let mut starts = Vec::with_capacity(types.len() + 1);
     starts.push(0);
     for (id, (text, kind)) in source.tokens.iter().zip(types).enumerate() {
-        let broken = |what| TokenizerError::Token {
-            id: id as u32,
-            what,
-        };
+        let broken = |what| TokenizerError::Token { id: id as u32, what };
         if text.len() > TOKEN_BYTES_MAX {
             return Err(broken("its text is too long"));
         }
         match kind {
             TokenType::Control | TokenType::Unknown | TokenType::Unused => {}
-            TokenType::Byte => bytes.push(
-                byte_of(text).ok_or_else(|| broken("a byte token, but its text is not <0xNN>"))?,
-            ),
+            TokenType::Byte => {
+                bytes.push(byte_of(text).ok_or_else(|| broken("a byte token, but its text is not <0xNN>"))?)
+            }
             _ if sentence_piece => bytes.extend_from_slice(text.replace('▁', " ").as_bytes()),
             // Tokens added by hand may hold characters that are no letters of bytes; they are what they say.
             TokenType::UserDefined => bytes.extend_from_slice(text.as_bytes()),

@@ -113,11 +113,7 @@ impl Tokenizer {
 
     /// A stretch without special tokens: it begins at the text's start or behind a special token.
     fn encode_plain(&self, text: &str, shielded: bool, ids: &mut Vec<u32>) {
-        let text = if shielded {
-            special::unshield(text)
-        } else {
-            Cow::Borrowed(text)
-        };
+        let text = if shielded { special::unshield(text) } else { Cow::Borrowed(text) };
         if text.is_empty() {
             return;
         }
@@ -133,11 +129,7 @@ impl Tokenizer {
             }
             Scheme::SentencePiece { space_prefix } => {
                 let spaced = text.replace(' ', "▁");
-                let whole = if *space_prefix {
-                    format!("▁{spaced}")
-                } else {
-                    spaced
-                };
+                let whole = if *space_prefix { format!("▁{spaced}") } else { spaced };
                 self.merge(&whole, ids);
             }
         }
@@ -164,11 +156,7 @@ impl Tokenizer {
     /// The whole text of `ids` as it stands at the start of a text: what the stream of the same ids adds up to. Bytes
     /// that are not UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
-        let bytes: Vec<u8> = ids
-            .iter()
-            .flat_map(|&id| self.token_bytes(id))
-            .copied()
-            .collect();
+        let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.token_bytes(id)).copied().collect();
         let bytes = match bytes.split_first() {
             Some((b' ', rest)) if self.drops_space_after(None) => rest,
             _ => &bytes[..],
@@ -185,10 +173,7 @@ impl Tokenizer {
 
     /// Whether `id` is a control or unknown token: it steers, and has no text.
     pub fn is_special(&self, id: u32) -> bool {
-        matches!(
-            self.types.get(id as usize),
-            Some(TokenType::Control | TokenType::Unknown)
-        )
+        matches!(self.types.get(id as usize), Some(TokenType::Control | TokenType::Unknown))
     }
 
     /// How many ids there are.
@@ -199,11 +184,7 @@ impl Tokenizer {
     /// Longest text of one token in bytes: a text of n bytes has at least n / this many tokens (but for bytes left out,
     /// see [`Self::encode`], and Unicode composition, which shortens a text to a third at most).
     pub fn token_bytes_max(&self) -> usize {
-        self.starts
-            .windows(2)
-            .map(|w| (w[1] - w[0]) as usize)
-            .max()
-            .unwrap_or(0)
+        self.starts.windows(2).map(|w| (w[1] - w[0]) as usize).max().unwrap_or(0)
     }
 
     /// Ids that end a generation: EOS, end of turn, and control tokens known by name to mean one of them; ascending.

@@ -24,15 +24,10 @@ impl SpecialTokens {
     /// `tokens`: text, id, and whether the shield applies. Texts are not empty; one that has the shield applied and is
     /// a single character can't be shielded and is never found.
     pub(super) fn new(tokens: &[(&str, u32, bool)]) -> Result<Self, BuildError> {
-        let found: Vec<_> = tokens
-            .iter()
-            .filter(|(text, _, shield)| !shield || text.chars().nth(1).is_some())
-            .collect();
-        let automaton = |patterns: Vec<&str>| {
-            AhoCorasick::builder()
-                .match_kind(MatchKind::LeftmostLongest)
-                .build(patterns)
-        };
+        let found: Vec<_> =
+            tokens.iter().filter(|(text, _, shield)| !shield || text.chars().nth(1).is_some()).collect();
+        let automaton =
+            |patterns: Vec<&str>| AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(patterns);
         Ok(Self {
             all: automaton(found.iter().map(|t| t.0).collect())?,
             ids: found.iter().map(|t| t.1).collect(),
@@ -41,13 +36,8 @@ impl SpecialTokens {
     }
 
     /// Where special tokens stand in `text`, in order and without overlap, and their ids.
-    pub(super) fn find_iter<'a>(
-        &'a self,
-        text: &'a str,
-    ) -> impl Iterator<Item = (Range<usize>, u32)> + 'a {
-        self.all
-            .find_iter(text)
-            .map(|found| (found.range(), self.ids[found.pattern().as_usize()]))
+    pub(super) fn find_iter<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (Range<usize>, u32)> + 'a {
+        self.all.find_iter(text).map(|found| (found.range(), self.ids[found.pattern().as_usize()]))
     }
 
     /// See `Tokenizer::shield_control`.
@@ -58,10 +48,7 @@ impl SpecialTokens {
         // Every place where one begins is broken, not only those of disjoint matches: breaking the longer of two that
         // overlap would leave the shorter.
         while let Some(found) = self.shielded.find(Input::new(content).range(at..)) {
-            let first = content[found.start()..]
-                .chars()
-                .next()
-                .map_or(1, char::len_utf8);
+            let first = content[found.start()..].chars().next().map_or(1, char::len_utf8);
             at = found.start() + first;
             push_doubled(&content[copied..at], &mut out);
             out.push(SHIELD);
