@@ -234,3 +234,6 @@ fn work(intake: &Intake, job: Job) -> Verdict {
         Err(refusal) => Verdict::Refused { session: session.key, request, refusal },
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -288,3 +288,6 @@ impl Outbox {
         self.notices.push(Notice::Close(lane.socket.clone()));
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -88,7 +88,9 @@ mod tests {
         assert_eq!(complaints.due(1, now + SILENCE), Some(2));
         assert_eq!(complaints.due(1, now + SILENCE), None);
         let users = 3 * USERS_MAX as u32;
-        (0..users).for_each(|uid| drop(complaints.due(uid, now + 3 * SILENCE + Duration::from_millis(uid.into()))));
+        for uid in 0..users {
+            let _ = complaints.due(uid, now + 3 * SILENCE + Duration::from_millis(uid.into()));
+        }
         assert!(complaints.users.len() <= USERS_MAX, "{} users remembered", complaints.users.len());
     }
 
