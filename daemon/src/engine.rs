@@ -179,9 +179,7 @@ impl Turn {
         if !self.engine.outbox.is_open(session) {
             return;
         }
-        if self.engine.outbox.sequence(session, request).is_some() {
-            // Two requests of one number cannot be told apart in the answers: the client breaks the protocol.
-            self.engine.outbox.give_up(session, "used the number of a request that is still in flight");
+        if self.is_duplicate(session, request) {
             return;
         }
         if cancelled.load(Ordering::Relaxed) {
@@ -199,6 +197,9 @@ impl Turn {
             Ok(id) => {
                 let begun = self.engine.outbox.begin(session, request, id);
                 assert!(begun, "the session is open and the number is free: both were just checked");
+                if self.engine.outbox.is_suspended(session) {
+                    self.engine.scheduler.pause(id);
+                }
                 let stream =
                     Stream::new(session, request, received, &self.engine.tokenizer, &prompt_end, &stop, min_tokens);
                 self.streams.insert(id, stream);
@@ -339,9 +340,11 @@ impl Turn {
             // The last token allowed completed a stop string: that is what the client asked to be told.
             reason = FinishReason::StopString;
         }
-        let rest = stream.text.finish();
-        for slot in CompletionSlot::text(request, &rest) {
-            self.engine.outbox.push(session, slot, now);
+        if reason != FinishReason::SlowReader {
+            let rest = stream.text.finish();
+            for slot in CompletionSlot::text(request, &rest) {
+                self.engine.outbox.push(session, slot, now);
+            }
         }
         let usage = Usage {
             prompt_tokens: sequence.prompt_len as u32,
@@ -358,10 +361,8 @@ impl Turn {
                 self.explain(session, request, detail, now);
                 failed(request, Reject::KvExhausted)
             }
-            FinishReason::SlowReader => {
-                self.explain(session, request, "the answer was left unread for too long", now);
-                failed(request, Reject::SlowReader)
-            }
+            // No explanation: its spill has room for one record of each request in flight.
+            FinishReason::SlowReader => failed(request, Reject::SlowReader),
         };
         self.engine.outbox.end(session, request, last, now);
         let seconds = |from: Instant, to: Instant| (to - from).as_secs_f64();
@@ -376,7 +377,21 @@ impl Turn {
         });
     }
 
+    /// Whether a request of this number is in flight already. Two of one number cannot be told apart in the answers, so
+    /// the client breaks the protocol and its session is closed. Asked for whatever came of the second one: its end must
+    /// not be taken for the first one's.
+    fn is_duplicate(&mut self, session: SessionKey, request: u32) -> bool {
+        let duplicate = self.engine.outbox.sequence(session, request).is_some();
+        if duplicate {
+            self.engine.outbox.give_up(session, "used the number of a request that is still in flight");
+        }
+        duplicate
+    }
+
     fn refuse(&mut self, session: SessionKey, request: u32, refusal: &Refusal) {
+        if self.is_duplicate(session, request) {
+            return;
+        }
         let now = Instant::now();
         self.engine.metrics.rejected(reject_name(refusal.reject));
         self.explain(session, request, &refusal.detail, now);
@@ -391,6 +406,9 @@ impl Turn {
 
     /// A request that was cancelled before it became a sequence.
     fn cancelled_early(&mut self, session: SessionKey, request: u32) {
+        if self.is_duplicate(session, request) {
+            return;
+        }
         let last = CompletionSlot::done(request, message::FinishReason::Cancelled, Usage::default());
         self.engine.outbox.end(session, request, last, Instant::now());
     }

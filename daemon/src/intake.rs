@@ -58,19 +58,31 @@ pub enum Verdict {
     },
 }
 
+/// Bytes of the longest text that stands for a single control token, taken generously: `<|start_header_id|>` has 19.
+const CONTROL_TEXT_BYTES: usize = 64;
+/// Unicode composition, which may come before tokenizing, makes a text at most this many times shorter.
+const COMPOSITION: usize = 3;
+
 /// What the checks need to know.
 pub struct Intake {
-    /// The model's tokenizer.
-    pub tokenizer: Arc<Tokenizer>,
-    /// The model's chat template, if it has a usable one.
-    pub chat_template: Option<ChatTemplate>,
+    tokenizer: Arc<Tokenizer>,
+    chat_template: Option<ChatTemplate>,
     /// Positions a sequence may have.
-    pub context_max: usize,
+    context_max: usize,
+    /// A longer text has more tokens than the context, whatever it says: it is not worth tokenizing.
+    text_bytes_max: usize,
     /// Keys the root of each user's prefix cache; random for each start of the daemon.
-    pub salt: std::hash::RandomState,
+    salt: std::hash::RandomState,
 }
 
 impl Intake {
+    /// For a model's tokenizer, its chat template if it has a usable one, and the positions a sequence may have.
+    pub fn new(tokenizer: Arc<Tokenizer>, chat_template: Option<ChatTemplate>, context_max: usize) -> Self {
+        let token_bytes_max = tokenizer.token_bytes_max().max(CONTROL_TEXT_BYTES);
+        let text_bytes_max = context_max.saturating_mul(token_bytes_max).saturating_mul(COMPOSITION);
+        Self { tokenizer, chat_template, context_max, text_bytes_max, salt: std::hash::RandomState::new() }
+    }
+
     /// Checks a request and turns it into a sequence.
     pub fn admit(&self, payload: &[u8], uid: u32) -> Result<(NewSequence, Vec<String>), Refusal> {
         let request = GenerateRequest::decode(payload).map_err(|e| Refusal::new(Reject::Malformed, e.to_string()))?;
@@ -124,12 +136,16 @@ impl Intake {
                 }
                 ids
             }
-            Prompt::Text(text) => self.tokenizer.encode(&text, true),
+            Prompt::Text(text) => {
+                self.check_length(text.len())?;
+                self.tokenizer.encode(&text, true)
+            }
             Prompt::Chat(messages) => {
                 let template = self
                     .chat_template
                     .as_ref()
                     .ok_or_else(|| Refusal::new(Reject::ChatTemplate, "the model has no usable chat template"))?;
+                self.check_length(messages.iter().map(|m| m.content.len()).sum())?;
                 let messages: Vec<(&str, &str)> =
                     messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
                 template
@@ -145,6 +161,14 @@ impl Intake {
             .bos()
             .map(|bos| vec![bos])
             .ok_or_else(|| Refusal::new(Reject::EmptyPrompt, "the prompt has no tokens and the model has no BOS"))
+    }
+
+    fn check_length(&self, bytes: usize) -> Result<(), Refusal> {
+        if bytes <= self.text_bytes_max {
+            return Ok(());
+        }
+        let detail = format!("a prompt of {bytes} bytes is too long for a context of {} tokens", self.context_max);
+        Err(Refusal::new(Reject::NeverFits, detail))
     }
 
     /// Keyed by a secret of this process, so that nobody can choose a salt that meets another user's.
@@ -189,7 +213,7 @@ pub fn spawn_workers(
 }
 
 fn work(intake: &Intake, job: Job) -> Verdict {
-    let Job { session, request, payload, received, cancelled } = job;
+    let Job { session, request, payload, received, cancelled, held: _held } = job;
     if cancelled.load(Ordering::Relaxed) {
         return Verdict::Cancelled { session: session.key, request };
     }
@@ -210,3 +234,6 @@ fn work(intake: &Intake, job: Job) -> Verdict {
         Err(refusal) => Verdict::Refused { session: session.key, request, refusal },
     }
 }
+
+#[cfg(test)]
+mod tests;

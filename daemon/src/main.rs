@@ -22,7 +22,7 @@ use llmd::listen::{AnyListener, BoundUnix, Passed};
 use llmd::logging;
 use llmd::metrics::{Metrics, State};
 use llmd::notifier::Notifier;
-use llmd::outbox::Outbox;
+use llmd::outbox::{Outbox, OutboxLimits};
 use llmd::serve;
 use llmd::sessions::SessionTable;
 use llmd::sessions::listener::{self, Outlets, SessionLimits};
@@ -187,12 +187,8 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
     let draining = Arc::new(AtomicBool::new(false));
     let (events, engine_events) = mpsc::sync_channel::<Event>(engine::EVENTS_MAX);
     let (jobs, worker_jobs) = mpsc::sync_channel(intake::QUEUE_MAX);
-    let intake = Arc::new(Intake {
-        tokenizer: Arc::clone(&loaded.tokenizer),
-        chat_template: loaded.chat_template,
-        context_max: loaded.context_max,
-        salt: std::hash::RandomState::new(),
-    });
+    let intake =
+        Arc::new(Intake::new(Arc::clone(&loaded.tokenizer), loaded.chat_template, loaded.context_max));
     let answers = events.clone();
     let answer = move |verdict| answers.send(Event::Intake(verdict)).is_ok();
     intake::spawn_workers(INTAKE_THREADS, &intake, worker_jobs, answer)?;
@@ -209,7 +205,7 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
         runner: loaded.runner,
         sampler: loaded.sampler,
         tokenizer: loaded.tokenizer,
-        outbox: Outbox::new(notifier, Arc::clone(&metrics)),
+        outbox: Outbox::new(notifier, Arc::clone(&metrics), OutboxLimits::default()),
         metrics: Arc::clone(&metrics),
         step_log,
         draining: Arc::clone(&draining),

@@ -19,7 +19,7 @@ use crate::metrics::Metrics;
 pub enum Notice {
     /// New completions stand in the ring: wake the client if it sleeps.
     Published(Arc<CompletionDoorbell>, Published),
-    /// The session is given up: shut its socket, which the sessions thread sees as a hang-up.
+    /// The session is given up: the sessions thread sees the end of its socket and closes it, saying why.
     Close(SessionSocket),
 }
 
@@ -62,7 +62,7 @@ fn run(receiver: &mpsc::Receiver<Vec<Notice>>, metrics: &Metrics) {
                         doorbell.ring();
                     }
                 }
-                Notice::Close(socket) => socket.hang_up(),
+                Notice::Close(socket) => socket.stop_listening(),
             }
         }
     }

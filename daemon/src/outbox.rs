@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use llmd_protocol::completion::CompletionSlot;
 use llmd_protocol::doorbell::SessionSocket;
-use llmd_protocol::limits::{SPILL_BYTES, SPILL_CANCEL, SPILL_DESCHEDULE};
+use llmd_protocol::limits::{REQUESTS_IN_FLIGHT, SPILL_BYTES, SPILL_CANCEL, SPILL_DESCHEDULE};
 use llmd_protocol::session::{CompletionDoorbell, CompletionProducer};
 
 use crate::metrics::Metrics;
@@ -20,10 +20,31 @@ use crate::notifier::{Notice, Notifier};
 use crate::sequence::SequenceId;
 use crate::sessions::{Opened, SessionKey, SessionShared};
 
-/// Slots of one spill. At half of it the session is suspended whatever the time; the rest is room for what its requests
-/// in flight still have to say.
-const SPILL_SLOTS_MAX: usize = SPILL_BYTES / size_of::<CompletionSlot>();
-const SUSPEND_AT_SLOTS: usize = SPILL_SLOTS_MAX / 2;
+/// What a session may leave unread.
+#[derive(Debug, Clone, Copy)]
+pub struct OutboxLimits {
+    /// Slots of one spill. At half of it the session is suspended whatever the time; the rest is room for what its requests
+    /// in flight still have to say.
+    pub spill_slots_max: usize,
+    /// How long a spill may stay filled before the session is suspended.
+    pub suspend_after: Duration,
+    /// How long a spill may stay filled before the session's requests are ended.
+    pub give_up_after: Duration,
+}
+
+impl Default for OutboxLimits {
+    /// The protocol's.
+    fn default() -> Self {
+        Self {
+            spill_slots_max: SPILL_BYTES / size_of::<CompletionSlot>(),
+            suspend_after: SPILL_DESCHEDULE,
+            give_up_after: SPILL_CANCEL,
+        }
+    }
+}
+
+// A suspended session's requests can all end in the other half of its spill, each with one record.
+const _: () = assert!(SPILL_BYTES / size_of::<CompletionSlot>() / 2 >= REQUESTS_IN_FLIGHT as usize);
 
 /// What a session's backlog asks of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,10 +66,9 @@ struct Lane {
     spill: VecDeque<CompletionSlot>,
     spilling_since: Option<Instant>,
     suspended: bool,
-    gave_up: bool,
     /// Pushed to since the last publish.
     dirty: bool,
-    /// Its indices lied or its spill overran; the notifier has been told to shut the socket, and nothing more is written.
+    /// Its indices lied or its spill overran; the sessions thread has been asked to close it, and nothing more is written.
     closed: bool,
     /// Requests in flight by the client's own numbers.
     live: HashMap<u32, SequenceId>,
@@ -61,14 +81,15 @@ pub struct Outbox {
     notifier: Notifier,
     notices: Vec<Notice>,
     metrics: Arc<Metrics>,
+    limits: OutboxLimits,
     /// Slots in all spills together.
     spilled: usize,
 }
 
 impl Outbox {
     /// No sessions yet.
-    pub fn new(notifier: Notifier, metrics: Arc<Metrics>) -> Self {
-        Self { lanes: HashMap::new(), dirty: Vec::new(), notifier, notices: Vec::new(), metrics, spilled: 0 }
+    pub fn new(notifier: Notifier, metrics: Arc<Metrics>, limits: OutboxLimits) -> Self {
+        Self { lanes: HashMap::new(), dirty: Vec::new(), notifier, notices: Vec::new(), metrics, limits, spilled: 0 }
     }
 
     /// A session has come.
@@ -83,7 +104,6 @@ impl Outbox {
             spill: VecDeque::new(),
             spilling_since: None,
             suspended: false,
-            gave_up: false,
             dirty: false,
             closed: false,
             live: HashMap::new(),
@@ -122,6 +142,11 @@ impl Outbox {
         self.lanes.get(&key).is_some_and(|lane| !lane.closed)
     }
 
+    /// Whether the session's sequences take no part in steps now; a new one must not either.
+    pub fn is_suspended(&self, key: SessionKey) -> bool {
+        self.lanes.get(&key).is_some_and(|lane| lane.suspended)
+    }
+
     /// Counts delivered tokens for `llmctl status`.
     pub fn count_tokens(&self, key: SessionKey, tokens: u64) {
         if let Some(lane) = self.lanes.get(&key) {
@@ -150,7 +175,7 @@ impl Outbox {
                 Err(violation) => return self.give_up(key, &violation.to_string()),
             }
         }
-        if lane.spill.len() >= SPILL_SLOTS_MAX {
+        if lane.spill.len() >= self.limits.spill_slots_max {
             return self.give_up(key, "left its completions unread until the spill was full");
         }
         lane.spill.push_back(slot);
@@ -221,10 +246,13 @@ impl Outbox {
                 continue;
             }
             let waited = lane.spilling_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-            if waited >= SPILL_CANCEL && !lane.gave_up {
-                lane.gave_up = true;
-                verdict(key, Pressure::GiveUp);
-            } else if !lane.suspended && (waited >= SPILL_DESCHEDULE || lane.spill.len() >= SUSPEND_AT_SLOTS) {
+            let half_full = lane.spill.len() >= self.limits.spill_slots_max / 2;
+            if waited >= self.limits.give_up_after {
+                // Also what came since the last time: a client that asks and does not read gets no more than its spill.
+                if !lane.live.is_empty() {
+                    verdict(key, Pressure::GiveUp);
+                }
+            } else if !lane.suspended && (waited >= self.limits.suspend_after || half_full) {
                 lane.suspended = true;
                 verdict(key, Pressure::Suspend);
             }
@@ -245,7 +273,7 @@ impl Outbox {
         self.lanes.get(&key).map(|lane| lane.live.iter().map(|(&r, &s)| (r, s)).collect()).unwrap_or_default()
     }
 
-    /// Closes a session from our side; its hang-up then reaches us like any other and frees what it holds.
+    /// Has the sessions thread close a session; that then reaches us like any other hang-up and frees what it holds.
     pub fn give_up(&mut self, key: SessionKey, why: &str) {
         let Some(lane) = self.lanes.get_mut(&key) else { return };
         if lane.closed {
@@ -255,7 +283,11 @@ impl Outbox {
         self.spilled -= lane.spill.len();
         lane.spill.clear();
         lane.spilling_since = None;
-        log::warn!("session {key} (uid {}, pid {}) closed: {why}", lane.shared.peer.uid, lane.shared.peer.pid);
+        self.metrics.spill(self.spilled * size_of::<CompletionSlot>());
+        lane.shared.condemn(why);
         self.notices.push(Notice::Close(lane.socket.clone()));
     }
 }
+
+#[cfg(test)]
+mod tests;

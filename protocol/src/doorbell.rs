@@ -98,6 +98,13 @@ impl SessionSocket {
         }
     }
 
+    /// Makes this side's next [`Self::drain`] say that the peer is gone, without telling the peer: so one thread asks the
+    /// thread that polls the socket to end the session, and that one still has a word to say first.
+    pub fn stop_listening(&self) {
+        // An error means that it has ended already.
+        let _ = self.stream.shutdown(std::net::Shutdown::Read);
+    }
+
     /// Ends the connection for both sides now, whoever else holds a clone.
     pub fn hang_up(&self) {
         // An error means that it has ended already.
@@ -128,6 +135,22 @@ mod tests {
         let begun = Instant::now();
         assert!(a.wait(Some(Duration::from_secs(5))).unwrap().hung_up);
         assert!(begun.elapsed() < Duration::from_secs(1));
+    }
+
+    #[test]
+    fn who_stops_listening_hears_the_end_and_the_peer_does_not() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let (a, b) = (SessionSocket::new(a), SessionSocket::new(b));
+        assert_eq!(b.ring(), Rang::Sent);
+        a.stop_listening();
+        assert_eq!(b.ring(), Rang::HungUp, "the peer cannot put the end off with further doorbells");
+        assert_eq!(a.drain(), Drained { doorbells: 1, hung_up: false });
+        assert!(a.drain().hung_up);
+        assert!(!b.drain().hung_up);
+        assert_eq!(a.ring(), Rang::Sent);
+        a.hang_up();
+        assert_eq!(b.drain(), Drained { doorbells: 1, hung_up: false });
+        assert!(b.drain().hung_up);
     }
 
     #[test]

@@ -145,6 +145,7 @@ impl DaemonSession {
                 geometry: g,
                 unfinished: None,
                 slots_read: 0,
+                bytes_read: 0,
                 doorbells: 0,
             },
             completions: CompletionProducer { ring: Producer::new(completion.clone()) },
@@ -164,6 +165,7 @@ pub struct SubmissionConsumer {
     /// A request whose last part is still to come.
     unfinished: Option<(u32, Vec<u8>)>,
     slots_read: u64,
+    bytes_read: u64,
     doorbells: u64,
 }
 
@@ -203,6 +205,11 @@ impl SubmissionConsumer {
             return Err(Violation::SpuriousDoorbells { doorbells: self.doorbells, submissions: self.slots_read });
         }
         Ok(())
+    }
+
+    /// Slots read and payload bytes copied since the session began: what it has cost, whatever came of it.
+    pub fn work_done(&self) -> (u64, u64) {
+        (self.slots_read, self.bytes_read)
     }
 
     /// Tells the client about its session's state: before a drain, and before hanging up on purpose.
@@ -252,6 +259,7 @@ impl SubmissionConsumer {
         if len as usize > REQUEST_BYTES_MAX - payload.len() {
             return Err(Violation::RequestTooLong { request_id });
         }
+        self.bytes_read += u64::from(len);
         self.up.append_bytes(self.geometry.arena_offset() + offset, len, &mut payload);
         Ok(payload)
     }

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,21 +18,23 @@ use interprocess::local_socket::traits::Listener as _;
 use interprocess::os::unix::uds_local_socket::Listener;
 use llmd_protocol::handshake::{Handshake, Peer, Progress, Refusal as Refused};
 use llmd_protocol::layout::SessionState;
-use llmd_protocol::limits::HANDSHAKES_OPEN_MAX;
+use llmd_protocol::limits::{HANDSHAKE_TIMEOUT, HANDSHAKES_OPEN_MAX};
 use llmd_protocol::message::Reject;
 use llmd_protocol::session::DaemonSession;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::metrics::Metrics;
-use crate::sessions::connects::ConnectRate;
+use crate::sessions::connects::{Complaints, ConnectRate};
 use crate::sessions::session::{Session, Taken, Turn};
-use crate::sessions::{Arrival, Job, Opened, Refusal, SessionKey, SessionShared, SessionTable};
+use crate::sessions::{Arrival, Job, Opened, Refusal, SessionKey, SessionShared, SessionTable, Unread};
 
 /// Connections accepted before sessions have their turn again.
 const ACCEPTS_PER_TURN: usize = 16;
-/// Handshakes under way at once; further connections wait in the listener's backlog.
+/// Handshakes under way at once; a further one takes the place of one that dawdles, or waits in the listener's backlog.
 const HANDSHAKES_MAX: usize = HANDSHAKES_OPEN_MAX;
+/// How old a handshake is before another may take its place. An honest client says HELLO at once.
+const DAWDLING: Duration = Duration::from_millis(100);
 /// How long the listener rests when descriptors or places for handshakes have run out.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 
@@ -100,7 +102,10 @@ pub fn spawn(listener: UnixListener, limits: SessionLimits, outlets: Outlets) ->
         ready: Vec::new(),
         next_key: 1,
         accept_paused_until: None,
+        exhausted: false,
         connects: ConnectRate::default(),
+        complaints: Complaints::default(),
+        unread: Arc::default(),
         boot_id: random(),
     };
     let thread = std::thread::Builder::new().name("llmd-sessions".into()).spawn(move || sessions.run())?;
@@ -121,7 +126,11 @@ struct Sessions {
     ready: Vec<u64>,
     next_key: u64,
     accept_paused_until: Option<Instant>,
+    /// Descriptors have run out, and the log has said so.
+    exhausted: bool,
     connects: ConnectRate,
+    complaints: Complaints,
+    unread: Arc<Unread>,
     /// Drawn at random: tells clients one run of the daemon from another.
     boot_id: u64,
 }
@@ -147,6 +156,9 @@ impl Sessions {
                 }
             }
             for token in std::mem::take(&mut self.ready) {
+                if let Some(session) = self.open.get_mut(&token) {
+                    session.queued = false;
+                }
                 self.turn(token);
             }
             self.expire();
@@ -166,15 +178,20 @@ impl Sessions {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPTS_PER_TURN {
-            if self.handshakes.len() >= HANDSHAKES_MAX {
+            if self.handshakes.len() >= HANDSHAKES_MAX && !self.make_room() {
                 self.pause_accepting(ACCEPT_REST);
                 return;
             }
             match self.listener.accept() {
-                Ok(stream) => self.begin_handshake(UnixStream::from(OwnedFd::from(stream))),
+                Ok(stream) => {
+                    self.exhausted = false;
+                    self.begin_handshake(UnixStream::from(OwnedFd::from(stream)));
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) if error.raw_os_error().is_some_and(is_exhausted) => {
-                    log::warn!("out of file descriptors: a connection was closed unserved ({error})");
+                    if !std::mem::replace(&mut self.exhausted, true) {
+                        log::warn!("connections are closed unserved for as long as this lasts: {error}");
+                    }
                     self.spare = None;
                     drop(self.listener.accept());
                     self.spare = File::open("/dev/null").ok();
@@ -200,6 +217,9 @@ impl Sessions {
             Ok(handshake) => handshake,
             Err(error) => return log::debug!("a connection failed before its handshake: {error}"),
         };
+        if !self.connects.allow(handshake.peer().uid, Instant::now()) {
+            return self.turn_away(handshake, Refused::TooManyConnects);
+        }
         let interest = EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP, token);
         if let Err(error) = self.epoll.add(handshake.as_fd(), interest) {
             return log::warn!("cannot poll a new connection: {error}");
@@ -210,7 +230,9 @@ impl Sessions {
     fn socket_event(&mut self, token: u64) {
         if let Some(session) = self.open.get_mut(&token) {
             if session.read_doorbells() {
-                self.turn(token);
+                if !session.queued {
+                    self.turn(token);
+                }
             } else {
                 self.close(token, None);
             }
@@ -227,18 +249,50 @@ impl Sessions {
             return;
         }
         let handshake = self.handshakes.remove(&token).expect("just looked at");
-        let peer = handshake.peer();
-        let refusal = match progress {
-            Progress::Hello(_) => match self.admits(peer) {
-                Ok(()) => return self.open(token, handshake),
-                Err(refusal) => refusal,
+        match progress {
+            Progress::Hello(_) => match self.admits(handshake.peer()) {
+                Ok(()) => self.open(token, handshake),
+                Err(refusal) => self.turn_away(handshake, refusal),
             },
-            Progress::Refuse(refusal) => refusal,
-            Progress::Pending | Progress::HungUp => return self.forget(handshake.as_fd()),
-        };
-        log::info!("no session for uid {}, pid {}: {refusal}", peer.uid, peer.pid);
+            Progress::Refuse(refusal) => self.turn_away(handshake, refusal),
+            Progress::Pending | Progress::HungUp => self.forget(handshake.as_fd()),
+        }
+    }
+
+    /// Says no, to the client and in the log.
+    fn turn_away(&mut self, handshake: Handshake, refusal: Refused) {
+        self.complain(handshake.peer(), &refusal);
         self.forget(handshake.as_fd());
         handshake.refuse(refusal, RETRY_AFTER);
+    }
+
+    fn complain(&mut self, Peer { uid, pid, .. }: Peer, why: &dyn std::fmt::Display) {
+        match self.complaints.due(uid, Instant::now()) {
+            None => {}
+            Some(0) => log::warn!("no session for uid {uid}, pid {pid}: {why}"),
+            Some(unsaid) => log::warn!("no session for uid {uid}, pid {pid}: {why} (and {unsaid} more before)"),
+        }
+    }
+
+    /// Ends the oldest handshake of the user that has most of them open, if it dawdles. False: there is none such.
+    fn make_room(&mut self) -> bool {
+        let mut by_uid: HashMap<u32, (usize, u64)> = HashMap::new();
+        for (&token, handshake) in &self.handshakes {
+            let (count, oldest) = by_uid.entry(handshake.peer().uid).or_insert((0, token));
+            *count += 1;
+            *oldest = token.min(*oldest);
+        }
+        let Some((_, token)) = by_uid.into_values().max() else { return false };
+        let age = HANDSHAKE_TIMEOUT.saturating_sub(self.handshakes[&token].deadline().duration_since(Instant::now()));
+        if age < DAWDLING {
+            return false;
+        }
+        // Its HELLO may have come since it was last looked at.
+        self.shake(token);
+        if let Some(handshake) = self.handshakes.remove(&token) {
+            self.turn_away(handshake, Refused::TimedOut);
+        }
+        true
     }
 
     fn admits(&mut self, peer: Peer) -> Result<(), Refused> {
@@ -249,9 +303,6 @@ impl Sessions {
         if table.len() >= self.limits.sessions_max || table.of_uid(peer.uid) >= self.limits.sessions_per_uid_max {
             return Err(Refused::TooManySessions);
         }
-        if !self.connects.allow(peer.uid, Instant::now()) {
-            return Err(Refused::TooManyConnects);
-        }
         Ok(())
     }
 
@@ -260,15 +311,9 @@ impl Sessions {
         let DaemonSession { socket, submissions, completions, doorbell, .. } =
             match handshake.welcome(self.boot_id, token) {
                 Ok(session) => session,
-                Err(error) => return log::warn!("no session for uid {}, pid {}: {error}", peer.uid, peer.pid),
+                Err(error) => return self.complain(peer, &error),
             };
-        let shared = Arc::new(SessionShared {
-            key: SessionKey(token),
-            peer,
-            connected: Instant::now(),
-            in_flight: AtomicU32::new(0),
-            output_tokens: AtomicU64::new(0),
-        });
+        let shared = Arc::new(SessionShared::new(SessionKey(token), peer));
         self.outlets.table.insert(Arc::clone(&shared));
         self.outlets.metrics.sessions(self.outlets.table.len());
         let opened = Opened { shared: Arc::clone(&shared), completions, doorbell, socket: socket.clone() };
@@ -282,25 +327,35 @@ impl Sessions {
     /// Lets a session have its turn at its ring.
     fn turn(&mut self, token: u64) {
         let Some(session) = self.open.get_mut(&token) else { return };
-        let (outlets, limits) = (&self.outlets, &self.limits);
-        match session.turn(|shared, taken| outlets.pass_on(shared, taken, limits)) {
+        let (outlets, limits, unread) = (&self.outlets, &self.limits, &self.unread);
+        match session.turn(|shared, taken| outlets.pass_on(shared, taken, limits, unread)) {
             Ok(Turn::Parked) => {}
-            Ok(Turn::More) => self.ready.push(token),
+            Ok(Turn::More) => {
+                // Once only, or a client that also rings its doorbell would have ever more turns.
+                if !std::mem::replace(&mut session.queued, true) {
+                    self.ready.push(token);
+                }
+            }
             Err(violation) => self.close(token, Some(&violation.to_string())),
         }
     }
 
-    /// Ends a session: `why` is set when it is our doing.
-    fn close(&mut self, token: u64, why: Option<&str>) {
+    /// Ends a session: the client has gone, or it broke the protocol, by our own finding or the engine's. This is the one
+    /// place where that is logged.
+    fn close(&mut self, token: u64, violation: Option<&str>) {
         let Some(mut session) = self.open.remove(&token) else { return };
         self.forget(session.socket().as_fd());
         session.cancel_all();
-        session.hang_up();
         let Peer { uid, pid, .. } = session.shared.peer;
-        match why {
-            Some(why) => log::warn!("session {token} (uid {uid}, pid {pid}) closed: {why}"),
+        match violation.or_else(|| session.shared.condemned()) {
+            Some(why) => {
+                // Before the hang-up, so that the client does not take it for a crash.
+                session.set_state(SessionState::Closed);
+                log::warn!("session {token} (uid {uid}, pid {pid}) closed: {why}");
+            }
             None => log::debug!("session {token} (uid {uid}, pid {pid}) is gone"),
         }
+        session.hang_up();
         self.outlets.table.remove(session.shared.key);
         self.outlets.metrics.sessions(self.outlets.table.len());
         self.send(Arrival::Closed { session: session.shared.key });
@@ -342,7 +397,7 @@ impl Sessions {
 
 impl Outlets {
     /// Sends a submission on its way, or answers it at once.
-    fn pass_on(&self, session: &Arc<SessionShared>, taken: Taken, limits: &SessionLimits) {
+    fn pass_on(&self, session: &Arc<SessionShared>, taken: Taken, limits: &SessionLimits, unread: &Arc<Unread>) {
         let (request, payload, cancelled) = match taken {
             Taken::Cancel { request } => {
                 (self.arrivals)(Arrival::Cancelled { session: session.key, request });
@@ -362,7 +417,10 @@ impl Outlets {
             let max = limits.requests_per_session_max;
             return refuse(Reject::Busy, format!("{max} requests of this session are in flight already"));
         }
-        let job = Job { session: Arc::clone(session), request, payload, received: Instant::now(), cancelled };
+        let Some(held) = unread.hold(session, payload.len()) else {
+            return refuse(Reject::Busy, "too many bytes of requests are waiting to be read".into());
+        };
+        let job = Job { session: Arc::clone(session), request, payload, received: Instant::now(), cancelled, held };
         if self.jobs.try_send(job).is_err() {
             refuse(Reject::Busy, "too many requests are waiting to be read".into());
         }

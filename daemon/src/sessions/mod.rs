@@ -4,13 +4,14 @@
 //! must know of a session stands in [`SessionShared`], in atomics.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use llmd_protocol::control::ClientStatus;
 use llmd_protocol::doorbell::SessionSocket;
 use llmd_protocol::handshake::Peer;
+use llmd_protocol::limits::REQUEST_BYTES_MAX;
 use llmd_protocol::message::Reject;
 use llmd_protocol::session::{CompletionDoorbell, CompletionProducer};
 
@@ -41,6 +42,76 @@ pub struct SessionShared {
     pub in_flight: AtomicU32,
     /// Tokens delivered so far; the engine counts.
     pub output_tokens: AtomicU64,
+    /// Bytes of its requests that wait to be read.
+    unread_bytes: AtomicUsize,
+    /// Why the engine wants it closed. The sessions thread closes it, and says so.
+    condemned: OnceLock<String>,
+}
+
+impl SessionShared {
+    /// A session that begins now.
+    pub fn new(key: SessionKey, peer: Peer) -> Self {
+        Self {
+            key,
+            peer,
+            connected: Instant::now(),
+            in_flight: AtomicU32::new(0),
+            output_tokens: AtomicU64::new(0),
+            unread_bytes: AtomicUsize::new(0),
+            condemned: OnceLock::new(),
+        }
+    }
+
+    /// Says why the session must be closed; the first reason stands.
+    pub fn condemn(&self, why: &str) {
+        let _ = self.condemned.set(why.to_owned());
+    }
+
+    /// Why the session must be closed, if it must.
+    pub fn condemned(&self) -> Option<&str> {
+        self.condemned.get().map(String::as_str)
+    }
+}
+
+/// Memory for requests that wait to be read: without a bound a few clients could fill the host's with a few thousand
+/// requests of the largest size.
+#[derive(Debug, Default)]
+pub struct Unread {
+    bytes: AtomicUsize,
+}
+
+impl Unread {
+    /// Bytes of one session's requests that may wait: one request of the largest size and whatever small ones.
+    pub const SESSION_BYTES_MAX: usize = 2 * REQUEST_BYTES_MAX;
+    /// Bytes of all sessions' requests that may wait.
+    pub const BYTES_MAX: usize = 16 * REQUEST_BYTES_MAX;
+
+    /// Room for `bytes` of a request of `session`, held until what is returned is dropped. None: there is no room now.
+    pub fn hold(self: &Arc<Self>, session: &Arc<SessionShared>, bytes: usize) -> Option<Held> {
+        // Only the sessions thread holds more, so what is free here stays free.
+        let fits = |held: &AtomicUsize, max: usize| bytes <= max.saturating_sub(held.load(Ordering::Relaxed));
+        if !fits(&self.bytes, Self::BYTES_MAX) || !fits(&session.unread_bytes, Self::SESSION_BYTES_MAX) {
+            return None;
+        }
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        session.unread_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Some(Held { all: Arc::clone(self), session: Arc::clone(session), bytes })
+    }
+}
+
+/// One request's part of [`Unread`].
+#[derive(Debug)]
+pub struct Held {
+    all: Arc<Unread>,
+    session: Arc<SessionShared>,
+    bytes: usize,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.all.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.session.unread_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// A request as the sessions thread took it from the ring.
@@ -55,6 +126,8 @@ pub struct Job {
     pub received: Instant,
     /// Set when the client cancels before the engine has the request.
     pub cancelled: Arc<AtomicBool>,
+    /// The payload's part of what may wait.
+    pub held: Held,
 }
 
 /// A refusal with a sentence that says what is wrong.

@@ -6,12 +6,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use llmd_protocol::doorbell::SessionSocket;
 use llmd_protocol::layout::SessionState;
+use llmd_protocol::limits::SUBMISSIONS_PER_TURN;
 use llmd_protocol::session::{Submission, SubmissionConsumer, Violation};
 
 use crate::sessions::SessionShared;
 
-/// Submissions taken from one session before the others have their turn.
-const SUBMISSIONS_PER_TURN: usize = 64;
+/// Slots read from one session before the others have their turn.
+const SLOTS_PER_TURN: u64 = SUBMISSIONS_PER_TURN as u64;
+/// Bytes copied from one session before the others have their turn; about 0.1 ms of copying. A request in parts may exceed
+/// it once, up to the largest request.
+const BYTES_PER_TURN: u64 = 1 << 20;
+/// Entries of `on_the_way` at which those that have arrived are dropped.
+const ON_THE_WAY_KEPT: usize = 128;
 
 /// One client.
 pub struct Session {
@@ -25,6 +31,8 @@ pub struct Session {
     on_the_way: HashMap<u32, Arc<AtomicBool>>,
     /// Doorbells read and not yet set against what they announced.
     doorbells: usize,
+    /// It stands in the list of those whose turn comes again.
+    pub queued: bool,
 }
 
 /// How far a turn got.
@@ -38,7 +46,7 @@ pub enum Turn {
 impl Session {
     /// A session whose handshake is done.
     pub fn new(shared: Arc<SessionShared>, socket: SessionSocket, submissions: SubmissionConsumer) -> Self {
-        Self { shared, socket, submissions, on_the_way: HashMap::new(), doorbells: 0 }
+        Self { shared, socket, submissions, on_the_way: HashMap::new(), doorbells: 0, queued: false }
     }
 
     /// Its socket, for polling.
@@ -66,23 +74,22 @@ impl Session {
     /// Takes what the ring holds, at most one turn's share, and parks when it is empty. `take` gets each submission with
     /// the flag that cancels it.
     pub fn turn(&mut self, mut take: impl FnMut(&Arc<SessionShared>, Taken)) -> Result<Turn, Violation> {
-        let mut taken = 0;
+        let (slots_before, bytes_before) = self.submissions.work_done();
         loop {
-            if taken == SUBMISSIONS_PER_TURN {
+            let (slots, bytes) = self.submissions.work_done();
+            if slots - slots_before >= SLOTS_PER_TURN || bytes - bytes_before >= BYTES_PER_TURN {
                 return Ok(Turn::More);
             }
             match self.submissions.next()? {
                 Some(Submission::Submit { request_id, payload }) => {
-                    taken += 1;
                     let cancelled = Arc::new(AtomicBool::new(false));
-                    if self.on_the_way.len() >= 2 * SUBMISSIONS_PER_TURN {
+                    if self.on_the_way.len() >= ON_THE_WAY_KEPT {
                         self.on_the_way.retain(|_, flag| Arc::strong_count(flag) > 1);
                     }
                     self.on_the_way.insert(request_id, Arc::clone(&cancelled));
                     take(&self.shared, Taken::Submit { request: request_id, payload, cancelled });
                 }
                 Some(Submission::Cancel { request_id }) => {
-                    taken += 1;
                     if let Some(flag) = self.on_the_way.remove(&request_id) {
                         flag.store(true, Ordering::Relaxed);
                     }
@@ -93,8 +100,6 @@ impl Session {
                     if self.submissions.arm_wake()? {
                         return Ok(Turn::Parked);
                     }
-                    // Parts of one large request count too: a client that never ends one has its turn like the others.
-                    taken += 1;
                 }
             }
         }
