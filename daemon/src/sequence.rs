@@ -31,6 +31,25 @@ pub struct Sampling {
     pub stop_token_ids: Vec<u32>,
 }
 
+impl Sampling {
+    /// Greedy, `max_tokens` tokens, nothing else switched on.
+    pub fn greedy(max_tokens: u32) -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+            max_tokens,
+            min_tokens: 0,
+            stop_token_ids: Vec::new(),
+        }
+    }
+}
+
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FinishReason {
@@ -225,19 +244,7 @@ mod tests {
     use super::*;
 
     fn new() -> NewSequence {
-        let sampling = Sampling {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            seed: 0,
-            max_tokens: 1,
-            min_tokens: 0,
-            stop_token_ids: Vec::new(),
-        };
+        let sampling = Sampling::greedy(1);
         NewSequence { prompt: vec![1], sampling, cache_salt: 0 }
     }
 

@@ -17,19 +17,7 @@ fn settings() -> SchedulerSettings {
 }
 
 fn request(prompt_len: usize, max_tokens: u32) -> NewSequence {
-    let sampling = Sampling {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 0,
-        max_tokens,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-    };
+    let sampling = Sampling::greedy(max_tokens);
     NewSequence { prompt: (0..prompt_len as u32).collect(), sampling, cache_salt: 0 }
 }
 
