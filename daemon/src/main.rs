@@ -187,8 +187,7 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
     let draining = Arc::new(AtomicBool::new(false));
     let (events, engine_events) = mpsc::sync_channel::<Event>(engine::EVENTS_MAX);
     let (jobs, worker_jobs) = mpsc::sync_channel(intake::QUEUE_MAX);
-    let intake =
-        Arc::new(Intake::new(Arc::clone(&loaded.tokenizer), loaded.chat_template, loaded.context_max));
+    let intake = Arc::new(Intake::new(Arc::clone(&loaded.tokenizer), loaded.chat_template, loaded.context_max));
     let answers = events.clone();
     let answer = move |verdict| answers.send(Event::Intake(verdict)).is_ok();
     intake::spawn_workers(INTAKE_THREADS, &intake, worker_jobs, answer)?;

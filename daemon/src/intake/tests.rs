@@ -15,7 +15,7 @@ const BOS: u32 = 1;
 const EOS: u32 = 2;
 
 /// Three special tokens, every byte, and the one merge a vocabulary must have.
-fn source(bos: Option<u32>, template: &str) -> TokenizerSource {
+pub(crate) fn source(bos: Option<u32>, template: &str) -> TokenizerSource {
     let mut source = TokenizerSource {
         model: "gpt2".into(),
         bos,
@@ -162,8 +162,7 @@ fn every_parameter_has_its_range() {
 #[test]
 fn ids_outside_the_vocabulary_are_refused_wherever_they_stand() {
     let intake = intake();
-    let tokens =
-        |ids: Vec<u32>| GenerateRequest { prompt: Prompt::Tokens(ids), sampling: SamplingParams::default() };
+    let tokens = |ids: Vec<u32>| GenerateRequest { prompt: Prompt::Tokens(ids), sampling: SamplingParams::default() };
     let vocabulary = 260;
     for id in [vocabulary, u32::MAX] {
         let word = id.to_string();
@@ -208,7 +207,8 @@ fn a_chat_needs_a_template_that_takes_it() {
     assert_eq!(admit(&intake(), &chat).unwrap().0.prompt.len(), 2);
     let raising = intake_of(&source(None, "{{ raise_exception('users may not speak') }}"));
     assert_eq!(refused(&raising, &chat, "users may not speak"), Reject::ChatTemplate);
-    let endless = intake_of(&source(None, "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"));
+    let endless =
+        intake_of(&source(None, "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"));
     assert_eq!(refused(&endless, &chat, ""), Reject::ChatTemplate);
     let none = intake_of(&TokenizerSource { chat_template: None, ..source(None, "") });
     assert_eq!(refused(&none, &chat, "template"), Reject::ChatTemplate);

@@ -43,10 +43,8 @@ fn a_client_that_does_not_read_is_set_aside_and_loses_nothing() {
     let mix = Mix::tiny(21, 10..=40, 1500..=1500);
     let requests: Vec<u32> = (1..=4).collect();
     let alone = daemon.client();
-    let expected: Vec<_> = requests
-        .iter()
-        .map(|&n| load::answer(&alone, mix.request(n.into())).expect("an answer"))
-        .collect();
+    let expected: Vec<_> =
+        requests.iter().map(|&n| load::answer(&alone, mix.request(n.into())).expect("an answer")).collect();
     drop(alone);
 
     let witness = Witness::start(&daemon);
