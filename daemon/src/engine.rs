@@ -449,3 +449,6 @@ fn done(request: u32, reason: message::FinishReason, usage: Usage) -> (Completio
 fn failed(request: u32, reject: Reject) -> (CompletionSlot, &'static str) {
     (CompletionSlot::error(request, reject), reject_name(reject))
 }
+
+#[cfg(test)]
+mod tests;

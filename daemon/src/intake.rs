@@ -236,4 +236,4 @@ fn work(intake: &Intake, job: Job) -> Verdict {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -15,7 +15,7 @@ const BOS: u32 = 1;
 const EOS: u32 = 2;
 
 /// Three special tokens, every byte, and the one merge a vocabulary must have.
-fn source(bos: Option<u32>, template: &str) -> TokenizerSource {
+pub(crate) fn source(bos: Option<u32>, template: &str) -> TokenizerSource {
     let mut source = TokenizerSource {
         model: "gpt2".into(),
         bos,

@@ -437,3 +437,6 @@ fn random() -> u64 {
     // RandomState's keys come from the system's random numbers.
     std::hash::RandomState::new().hash_one(0u8)
 }
+
+#[cfg(test)]
+mod tests;

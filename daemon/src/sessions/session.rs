@@ -130,3 +130,6 @@ pub enum Taken {
         request: u32,
     },
 }
+
+#[cfg(test)]
+mod tests;
