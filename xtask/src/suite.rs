@@ -31,7 +31,7 @@ impl Suite {
 
     /// Whether its tests read the default model. The others run on a machine that cannot fetch it.
     pub fn needs_model(&self) -> bool {
-        !matches!(self.name.as_str(), "rules" | "rings" | "simulation")
+        !matches!(self.name.as_str(), "rules" | "rings" | "simulation" | "installed")
     }
 }
 
