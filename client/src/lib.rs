@@ -59,3 +59,8 @@ pub use llmd_protocol::handshake::Refusal;
 pub use llmd_protocol::message::{
     ChatMessage, FinishReason, GenerateRequest, InvalidParameter, Prompt, Reject, SamplingParams, Usage,
 };
+
+/// Compiles the program that README shows.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

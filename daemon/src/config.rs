@@ -317,7 +317,15 @@ fn read_file(path: &Path) -> Result<Config, ConfigError> {
 impl Config {
     /// The keys of a file's text; the error says where and why.
     pub fn from_toml(text: &str) -> Result<Self, String> {
-        toml::from_str(text).map_err(|e| e.to_string().trim_end().to_owned())
+        toml::from_str(text).map_err(|e: toml::de::Error| {
+            let line = e.span().map(|span| text.as_bytes()[..span.start].iter().filter(|b| **b == b'\n').count() + 1);
+            let at = line.map(|line| format!("line {line}: ")).unwrap_or_default();
+            // serde goes on with a list of all keys, too long to be read.
+            match e.message().strip_prefix("unknown field ").and_then(|rest| rest.split_once(',')) {
+                Some((key, _)) => format!("{at}unknown key {key}; `llmd --help` lists the keys"),
+                None => format!("{at}{}", e.message().replace('\n', ", ")),
+            }
+        })
     }
 
     /// Every key with what is written for it, in the order of the struct.
@@ -390,7 +398,6 @@ impl Config {
                 return Err(ConfigError::Missing { key: "model", hint: hint.to_owned() });
             }
         };
-        let (socket, control) = self.sockets(&check, around)?;
         let device = match self.device.as_ref().map(|w| (w, w.0.as_str())) {
             None | Some((_, "auto" | "cpu")) => Device::Cpu,
             Some((_, device @ ("cuda" | "gpu"))) => {
@@ -441,10 +448,10 @@ impl Config {
         };
         let sessions_max = number("sessions_max", &self.sessions_max, &SESSIONS, 256)?;
         let uid_range = 1..=(sessions_max as u64).min(*SESSIONS_PER_UID.end());
-        Ok(Settings {
+        let mut settings = Settings {
             model,
-            socket,
-            control,
+            socket: None,
+            control: None,
             device,
             threads,
             isa: check.choice("isa", &self.isa, &ISAS, Isa::Auto)?,
@@ -477,7 +484,10 @@ impl Config {
                 }
                 other => other.as_ref().map(|Written(path)| PathBuf::from(path)),
             },
-        })
+        };
+        // Last: a value that is wrong is told before a default that is missing.
+        (settings.socket, settings.control) = self.sockets(&check, around)?;
+        Ok(settings)
     }
 
     /// Paths of the clients' and the control socket.

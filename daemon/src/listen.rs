@@ -98,7 +98,15 @@ impl BoundUnix {
     /// Binds `path`, readable and writable by owner and group. Its folder is made (0700) if there is none. A file left by
     /// a daemon that is gone is replaced; one that somebody listens on, or that is no socket, is an error.
     pub fn bind(path: &Path) -> io::Result<(UnixListener, Self)> {
-        let named = |e: Error| Error::new(e.kind(), format!("cannot listen on {}: {e}", path.display()));
+        let named = |e: Error| {
+            let next = match e.kind() {
+                ErrorKind::PermissionDenied | ErrorKind::NotFound | ErrorKind::ReadOnlyFilesystem => {
+                    "; choose a path in a folder where this user may write"
+                }
+                _ => "",
+            };
+            Error::new(e.kind(), format!("cannot listen on {}: {e}{next}", path.display()))
+        };
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(named)?;
         }
@@ -123,7 +131,10 @@ fn remove_stale(path: &Path) -> io::Result<()> {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(e),
         Ok(file) if !file.file_type().is_socket() => {
-            return Err(Error::new(ErrorKind::AlreadyExists, "there is a file that is no socket"));
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                "there is a file that is no socket; remove it or choose another path",
+            ));
         }
         Ok(_) => {}
     }

@@ -144,8 +144,8 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
     let (http_listener, _http_file) = match (passed.metrics, &settings.metrics) {
         (Some(listener), _) => (Some(listener), None),
         (None, Some(MetricsAddress::Tcp(address))) => {
-            let listener =
-                std::net::TcpListener::bind(address).map_err(|e| format!("cannot serve metrics on {address}: {e}"))?;
+            let listener = std::net::TcpListener::bind(address)
+                .map_err(|e| format!("cannot serve metrics on {address}: {e}; choose another with --metrics"))?;
             log::info!("metrics: http://{}/metrics", listener.local_addr()?);
             (Some(AnyListener::Tcp(listener)), None)
         }

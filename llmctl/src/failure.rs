@@ -2,7 +2,10 @@
 
 use llmd_client::{Error, Refusal, Reject};
 use llmd_protocol::control::ControlError;
+use nix::unistd::{Gid, Group};
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 
 /// Something went wrong.
 pub const FAILED: u8 = 1;
@@ -40,14 +43,19 @@ impl Failure {
     /// Nobody listens at `path`.
     pub fn unreachable(path: &str, error: &io::Error) -> Self {
         let hint = match error.kind() {
-            io::ErrorKind::PermissionDenied => {
-                "the socket is there; ask to be put into its group (ls -l shows it), then log in again".to_owned()
-            }
+            io::ErrorKind::PermissionDenied => match group(path) {
+                Some(group) => {
+                    format!("its users are the group {group}: `usermod -aG {group} YOU` as root, then log in again")
+                }
+                None => "it is another user's; start your own with `llmd --model PATH`, or give --socket".to_owned(),
+            },
             io::ErrorKind::ConnectionRefused => {
                 "the socket is left over from a daemon that is gone; start llmd again".to_owned()
             }
-            _ => "is llmd running? Start it with `llmd --model PATH`, or name its socket with --socket and --control"
-                .to_owned(),
+            _ if path.starts_with("/run/llmd/") => {
+                "start it: `systemctl start llmd.socket llmd-control.socket`, or `llmd --model PATH`".to_owned()
+            }
+            _ => "is llmd running? Start it with `llmd --model PATH`, or give its --socket".to_owned(),
         };
         Self::new(UNREACHABLE, format!("cannot reach the daemon at {path}: {error}")).hint(hint)
     }
@@ -74,6 +82,13 @@ impl Failure {
         let detail = if detail.is_empty() { String::new() } else { format!(": {}", crate::screen::plain(detail)) };
         Self::new(REFUSED, format!("the daemon refused: {what}{detail}")).hint(hint)
     }
+}
+
+/// The group whose members may use the file `path`; none when it cannot be seen, or is the administrators' own.
+fn group(path: &str) -> Option<String> {
+    let gid = fs::metadata(path).ok()?.gid();
+    let group = Group::from_gid(Gid::from_raw(gid)).ok()??;
+    (gid != 0).then_some(group.name)
 }
 
 impl From<ControlError> for Failure {

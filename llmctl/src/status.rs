@@ -194,9 +194,13 @@ fn latency(out: &mut String, status: &Status) {
 fn totals(out: &mut String, status: &Status) {
     let totals = &status.totals;
     let ended: u64 = totals.finished.iter().map(|(_, n)| n).sum();
-    let mut words = vec![format!("{} accepted", totals.accepted)];
-    words.extend(totals.finished.iter().map(|(reason, n)| format!("{n} ended: {}", reason.replace('_', " "))));
-    words.push(format!("{} live", totals.accepted.saturating_sub(ended)));
+    let live = totals.accepted.saturating_sub(ended);
+    let mut words = vec![format!("{} accepted", totals.accepted), format!("{live} live")];
+    words.extend(totals.finished.iter().map(|(reason, n)| match reason.as_str() {
+        "length" => format!("{n} ended at max_tokens"),
+        "stop" => format!("{n} ended by themselves"),
+        other => format!("{n} ended: {}", other.replace('_', " ")),
+    }));
     words.extend(totals.rejected.iter().map(|(reason, n)| format!("{n} rejected: {}", reason.replace('_', " "))));
     out.push_str(&screen::paragraph("Requests", &words));
     let mut words = vec![
@@ -209,7 +213,7 @@ fn totals(out: &mut String, status: &Status) {
     }
     if totals.prefix_queried_tokens > 0 {
         let hit = totals.prefix_hit_tokens as f64 / totals.prefix_queried_tokens as f64 * 100.0;
-        words.push(format!("{hit:.0} % of prompts found in the prefix cache"));
+        words.push(format!("{hit:.0} % of prompt tokens found in the prefix cache"));
     }
     out.push_str(&screen::paragraph("Tokens", &words));
 }
@@ -310,10 +314,10 @@ KV cache  [############++++++......] 50 % in use, 25 % cached prefixes
           4096 blocks of 16 tokens, 1.5 GiB
 Latency   first token     p50    210 ms   p99    1.20 s   (last 1 min 0 s)
           between tokens  p50   42.0 ms   p99   80.0 ms
-Requests  1238 accepted, 1200 ended: length, 34 ended: stop, 4 live
-          3 rejected: never fits
+Requests  1238 accepted, 4 live, 1200 ended at max_tokens
+          34 ended by themselves, 3 rejected: never fits
 Tokens    120000 prompt, 88000 output, 9000 steps, 4 preemptions
-          32 % of prompts found in the prefix cache
+          32 % of prompt tokens found in the prefix cache
 Clients   session      pid      uid   in flight   tokens out   connected
                 1     4711     1000           2        12345   1 min 15 s
                 2     4711     1000           2        12345   1 min 15 s

@@ -8,7 +8,6 @@ use llmd_tests::source;
 use llmd_tests::tiny_model::TinyModel;
 use std::env;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -27,10 +26,14 @@ impl Checkout {
         let release = folder.0.join("target/release");
         fs::create_dir_all(&release).expect("make a folder");
         for (variable, name) in [("LLMD_BIN", "llmd"), ("LLMCTL_BIN", "llmctl")] {
-            symlink(program(variable, name), release.join(name)).expect("link a program");
+            fs::copy(program(variable, name), release.join(name)).expect("copy a program");
         }
-        for name in ["systemd", "README.md"] {
-            symlink(source::repository().join(name), folder.0.join(name)).expect("link what is installed");
+        // Copied, not linked: the repository may lie on a file system that the overlay of the root does not show.
+        fs::copy(source::repository().join("README.md"), folder.0.join("README.md")).expect("copy README.md");
+        fs::create_dir(folder.0.join("systemd")).expect("make a folder");
+        for file in source::files(&source::repository().join("systemd")) {
+            let name = file.file_name().expect("a file");
+            fs::copy(&file, folder.0.join("systemd").join(name)).expect("copy a unit");
         }
         TinyModel::default().write(&folder.0.join("MODEL.gguf")).expect("write the tiny model");
         folder

@@ -7,16 +7,19 @@ use std::path::PathBuf;
 #[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum GgufError {
     /// The file could not be opened or mapped.
-    #[error("cannot map {}: {source}", path.display())]
+    #[error("cannot read {}: {source}; give the path of a GGUF file that this user may read", path.display())]
     Io { path: PathBuf, source: std::io::Error },
     /// The first four bytes are not "GGUF".
-    #[error("not a GGUF file: it begins with {found:02x?}")]
+    #[error("not a GGUF file: it begins with \"{}\", not with \"GGUF\"; convert the model to GGUF first", found.escape_ascii())]
     NotGguf { found: [u8; 4] },
     /// A version whose layout differs.
     #[error("GGUF version {found}: versions 2 and 3, little-endian, are read{}", if *big_endian { " (this file is big-endian)" } else { "" })]
     Version { found: u32, big_endian: bool },
     /// The file ends inside a field.
-    #[error("the file ends in {field}: {needed} bytes wanted at offset {offset}, {available} left")]
+    #[error(
+        "the file ends in {field} ({needed} bytes wanted at offset {offset}, {available} left): it is incomplete, copy or \
+         download it again"
+    )]
     Truncated { field: String, offset: u64, needed: u64, available: u64 },
     /// A count or length above its limit.
     #[error("{field}: {found} is above the limit of {limit}")]
@@ -47,7 +50,8 @@ pub enum GgufError {
     Unaligned { name: String, offset: u64, alignment: u64 },
     /// Data outside the file.
     #[error(
-        "tensor {name}: {bytes} bytes at offset {offset} of the data do not fit in the {available} that the file has"
+        "tensor {name}: {bytes} bytes at offset {offset} of the data do not fit in the {available} that the file has: it is \
+         incomplete, copy or download it again"
     )]
     OutsideFile { name: String, offset: u64, bytes: u64, available: u64 },
     /// Two tensors that share bytes.
