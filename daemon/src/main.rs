@@ -194,7 +194,9 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
     let (notifier, _) = Notifier::spawn(Arc::clone(&metrics))?;
     let (step_log, step_log_thread) = match &settings.step_log {
         Some(path) => {
-            let (log, thread) = StepLog::create(path).map_err(|e| format!("step_log {}: {e}", path.display()))?;
+            let (log, thread) = StepLog::create(path).map_err(|e| {
+                format!("step_log {}: {e}; give a path in a folder where this user may write", path.display())
+            })?;
             (Some(log), Some(thread))
         }
         None => (None, None),

@@ -100,7 +100,8 @@ impl From<ControlError> for Failure {
             }
             ControlError::Version { .. } => Self::new(FAILED, error.to_string()),
             ControlError::Io(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                Self::new(FAILED, "the daemon did not answer in time").hint("it may be stuck: journalctl -u llmd")
+                Self::new(UNREACHABLE, "the daemon did not answer in time")
+                    .hint("it may fail to start, or be stuck: `systemctl status llmd`, journalctl -u llmd")
             }
             other => Self::new(FAILED, other.to_string()),
         }
@@ -125,7 +126,7 @@ impl From<Error> for Failure {
                 Self::new(REFUSED, refusal.to_string()).hint(hint)
             }
             Error::TimedOut(_) => Self::new(UNREACHABLE, error.to_string())
-                .hint("it may still be loading the model, or be stuck: see `llmctl status`"),
+                .hint("it may be loading the model or fail to start: see `llmctl status`, journalctl -u llmd"),
             Error::DaemonRestarted | Error::Disconnected => {
                 Self::new(FAILED, error.to_string()).hint("its log says why: journalctl -u llmd")
             }

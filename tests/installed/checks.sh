@@ -27,6 +27,9 @@ main_pid() { systemctl show --property=MainPID --value llmd.service; }
 state_is() { [[ $(systemctl is-active "$1") == "$2" ]]; }
 journal() { journalctl --sync && journalctl --unit=llmd.service "$@"; }
 
+# A small cache starts faster; that nothing else is set from outside is as on any machine.
+systemctl set-environment LLMD_KV_MEMORY=32MiB
+
 # The socket starts the service.
 check "no connection, no service" state_is llmd.service inactive
 check "the first connection is answered" answer generate --raw "the hidden word is xyzzyplugh" --max-tokens 8
@@ -47,14 +50,14 @@ check "a stranger may not ask" refused status
 check "a stranger may not generate" refused generate hello
 
 # Stopping lets requests end; a connection starts it again.
-llmctl generate --raw "a b c" --max-tokens 400 --json >/tmp/long 2>&1 &
+llmctl generate --raw "a b c" --max-tokens 1500 --ignore-eos --json >/tmp/long 2>&1 &
 long=$!
 until llmctl status --json | grep -q '"running":1'; do
     kill -0 $long 2>/dev/null || break
 done
 check "stop" systemctl stop llmd.service
 check "what ran was finished" wait $long
-check "with all its tokens" grep -F '"output_tokens":400' /tmp/long
+check "with all its tokens" grep -F '"output_tokens":1500' /tmp/long
 check "and the service ended well" bash -c '[[ $(systemctl show --property=Result --value llmd.service) == success ]]'
 check "the sockets stay" test -S /run/llmd/llmd.sock -a -S /run/llmd/control.sock
 check "a connection starts it again" answer generate --raw "a b c" --max-tokens 4

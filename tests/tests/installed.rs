@@ -35,7 +35,7 @@ impl Checkout {
             let name = file.file_name().expect("a file");
             fs::copy(&file, folder.0.join("systemd").join(name)).expect("copy a unit");
         }
-        TinyModel::default().write(&folder.0.join("MODEL.gguf")).expect("write the tiny model");
+        TinyModel::slow().write(&folder.0.join("MODEL.gguf")).expect("write the tiny model");
         folder
     }
 }
