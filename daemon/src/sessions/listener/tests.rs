@@ -103,10 +103,11 @@ fn what_the_engine_condemns_is_closed_and_its_client_told() {
     shared.condemn("for another reason");
     assert_eq!(shared.condemned(), Some("it must go"));
     socket.stop_listening();
-    room.arrival(|arrival| match arrival {
-        Arrival::Closed { session } => Some(assert_eq!(*session, shared.key)),
+    let closed = room.arrival(|arrival| match arrival {
+        Arrival::Closed { session } => Some(*session),
         _ => None,
     });
+    assert_eq!(closed, shared.key);
     assert!(client.socket.wait(Some(PATIENCE)).unwrap().hung_up);
     assert_eq!(client.completions.state(), Some(SessionState::Closed));
     assert!(room.table.is_empty());
