@@ -51,6 +51,12 @@ pub const REQUESTS_PER_SESSION: RangeInclusive<u64> = 1..=256;
 /// Allowed `drain_timeout`, in seconds.
 pub const DRAIN_SECONDS: RangeInclusive<u64> = 0..=86400;
 
+/// Least `tokens_per_step` for `sequences_max` sequences: a token for each, and what the scheduler reserves for prompts,
+/// one eighth of the step or a block.
+fn tokens_per_step_least(sequences_max: usize) -> usize {
+    (sequences_max + BLOCK_TOKENS).max((sequences_max * 8).div_ceil(7))
+}
+
 /// The text of a value, as written in the file (without quotes), in the environment or on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written(pub String);
@@ -95,7 +101,7 @@ pub struct Config {
     #[arg(long, env = "LLMD_KV_BLOCKS", value_name = "N")]
     pub kv_blocks: Option<Written>,
     /// Key-value cache in bytes, "2GiB" or "512MiB", 1MiB to 64TiB; or auto: as much as sequences_max sequences of full
-    /// context need, at most a quarter of the memory that is available [default: auto]
+    /// context need, at most half of the memory that is available, at most 1GiB [default: auto]
     #[arg(long, env = "LLMD_KV_MEMORY", value_name = "auto|SIZE")]
     pub kv_memory: Option<Written>,
     /// Most sequences computed in one step, 1 to 4096 [default: 64]
@@ -104,12 +110,12 @@ pub struct Config {
     /// Most requests that wait for a place; further ones are refused as Busy. 0 to 1048576 [default: 1024]
     #[arg(long, env = "LLMD_WAITING_MAX", value_name = "N")]
     pub waiting_max: Option<Written>,
-    /// Most tokens computed in one step, prompts and outputs together; at least sequences_max, so that every running
-    /// sequence can advance in every step. Up to 65536 [default: 512, or sequences_max if that is more]
+    /// Most tokens computed in one step, prompts and outputs together; at least sequences_max and one eighth more for
+    /// prompts (16 or more). Up to 65536 [default: 512, or the least if that is more]
     #[arg(long, env = "LLMD_TOKENS_PER_STEP", value_name = "N")]
     pub tokens_per_step: Option<Written>,
-    /// Most prompt tokens of one sequence computed in one step: the smaller, the steadier the other streams flow. 1 to
-    /// tokens_per_step [default: 256, or tokens_per_step if that is less]
+    /// Most prompt tokens of one sequence computed in one step: the smaller, the steadier the other streams flow. A
+    /// multiple of 16, up to tokens_per_step [default: 256, or tokens_per_step if that is less]
     #[arg(long, env = "LLMD_PREFILL_CHUNK_MAX", value_name = "N")]
     pub prefill_chunk_max: Option<Written>,
     /// Whether prompts that begin alike share their key-value blocks: true or false [default: true]
@@ -419,9 +425,20 @@ impl Config {
         };
         let sequences_max = number("sequences_max", &self.sequences_max, &SEQUENCES, 64)?;
         // A default gives way to a neighbour that was written; two written values that contradict each other are an error.
-        let step_range = sequences_max as u64..=*TOKENS_PER_STEP.end();
-        let tokens_per_step = number("tokens_per_step", &self.tokens_per_step, &step_range, 512.max(sequences_max))?;
-        let chunk_range = 1..=tokens_per_step as u64;
+        let step_least = tokens_per_step_least(sequences_max);
+        let step_range = step_least as u64..=*TOKENS_PER_STEP.end();
+        let tokens_per_step = number("tokens_per_step", &self.tokens_per_step, &step_range, 512.max(step_least))?;
+        let prefill_chunk_max = match &self.prefill_chunk_max {
+            None => 256.min(tokens_per_step - tokens_per_step % BLOCK_TOKENS),
+            Some(written) => {
+                let range = BLOCK_TOKENS as u64..=tokens_per_step as u64;
+                let tokens = check.integer("prefill_chunk_max", written, &range, "")?;
+                if !tokens.is_multiple_of(BLOCK_TOKENS) {
+                    return Err(check.refuse("prefill_chunk_max", written, "a multiple of 16, the tokens of a block"));
+                }
+                tokens
+            }
+        };
         let sessions_max = number("sessions_max", &self.sessions_max, &SESSIONS, 256)?;
         let uid_range = 1..=(sessions_max as u64).min(*SESSIONS_PER_UID.end());
         Ok(Settings {
@@ -437,12 +454,7 @@ impl Config {
             sequences_max,
             waiting_max: number("waiting_max", &self.waiting_max, &WAITING, 1024)?,
             tokens_per_step,
-            prefill_chunk_max: number(
-                "prefill_chunk_max",
-                &self.prefill_chunk_max,
-                &chunk_range,
-                256.min(tokens_per_step),
-            )?,
+            prefill_chunk_max,
             prefix_cache: check.choice("prefix_cache", &self.prefix_cache, &BOOLS, true)?,
             scheduler: check.choice("scheduler", &self.scheduler, &SCHEDULERS, SchedulerPolicy::Continuous)?,
             sessions_max,

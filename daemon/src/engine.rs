@@ -434,7 +434,9 @@ impl Turn {
 
     fn observe_load(&self) {
         let scheduler = &self.engine.scheduler;
-        self.engine.metrics.load(scheduler.waiting_len(), scheduler.running_len());
+        // Sequences set aside wait too, for their client.
+        let waiting = scheduler.waiting_len() + scheduler.paused_len();
+        self.engine.metrics.load(waiting, scheduler.running_len());
         let kv = scheduler.kv_usage();
         self.engine.metrics.kv(kv.free, kv.cached, kv.owned, kv.total);
     }

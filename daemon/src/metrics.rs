@@ -38,7 +38,7 @@ const ENDED: [(&str, &str); 9] = [
     ("other", "error"),
 ];
 /// Reasons a request may be refused with before it is accepted. The last takes whatever is not listed.
-const REJECTED: [&str; 13] = [
+const REJECTED: [&str; 12] = [
     "malformed",
     "invalid_parameter",
     "token_out_of_vocabulary",
@@ -46,7 +46,6 @@ const REJECTED: [&str; 13] = [
     "empty_prompt",
     "busy",
     "draining",
-    "duplicate_request",
     "chat_template",
     "slow_reader",
     "kv_exhausted",

@@ -31,6 +31,25 @@ pub struct Sampling {
     pub stop_token_ids: Vec<u32>,
 }
 
+impl Sampling {
+    /// Greedy, `max_tokens` tokens, nothing else switched on.
+    pub fn greedy(max_tokens: u32) -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+            max_tokens,
+            min_tokens: 0,
+            stop_token_ids: Vec::new(),
+        }
+    }
+}
+
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FinishReason {
@@ -55,6 +74,8 @@ pub enum SequenceState {
     Waiting,
     /// Holds blocks and takes part in steps.
     Running,
+    /// Set aside until somebody reads what it has produced; holds no blocks and is in no queue.
+    Paused,
 }
 
 /// What a new sequence is made of.
@@ -89,11 +110,11 @@ pub struct Sequence {
     pub sampling: Sampling,
     /// Root of the prefix cache it may share.
     pub cache_salt: u64,
-    /// Waiting or running.
+    /// Where it stands.
     pub state: SequenceState,
     /// Order of arrival; kept through preemption.
     pub arrival: u64,
-    /// How often it lost its blocks to another.
+    /// How often it gave up its blocks: to others, by hand, or because it was set aside.
     pub preemptions: u32,
 }
 
@@ -120,7 +141,7 @@ impl Sequence {
     }
 }
 
-/// Where all live sequences are, waiting and running. Its size is fixed at start; ids of sequences that are gone stay
+/// Where all live sequences are, whatever their state. Its size is fixed at start; ids of sequences that are gone stay
 /// invalid though their places are used again (until a place has been used 2^32 times).
 #[derive(Debug)]
 pub struct SequenceArena {
@@ -197,7 +218,7 @@ impl SequenceArena {
     }
 
     /// All live sequences, in no meaningful order.
-    pub fn iter(&self) -> impl Iterator<Item = &Sequence> {
+    pub fn iter(&self) -> impl Iterator<Item = &Sequence> + Clone {
         self.places.iter().filter_map(|p| p.sequence.as_ref())
     }
 }
@@ -223,19 +244,7 @@ mod tests {
     use super::*;
 
     fn new() -> NewSequence {
-        let sampling = Sampling {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            seed: 0,
-            max_tokens: 1,
-            min_tokens: 0,
-            stop_token_ids: Vec::new(),
-        };
+        let sampling = Sampling::greedy(1);
         NewSequence { prompt: vec![1], sampling, cache_salt: 0 }
     }
 

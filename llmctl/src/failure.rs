@@ -64,7 +64,6 @@ impl Failure {
             Reject::EmptyPrompt => ("the prompt is empty", "give a text"),
             Reject::Busy => ("too many requests are in flight", "try again later; `llmctl status` shows the load"),
             Reject::Draining => ("the daemon is shutting down", "try again when it is back"),
-            Reject::DuplicateRequest => ("the request's id is in use", "this is a mistake of the client library"),
             Reject::ChatTemplate => ("the model has no usable chat template", "try --raw, which sends the bare text"),
             Reject::SlowReader => ("the answer was not read in time", "read llmctl's output faster"),
             Reject::KvExhausted => {

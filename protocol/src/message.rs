@@ -202,16 +202,14 @@ pub enum Reject {
     Busy = 6,
     /// The daemon is draining.
     Draining = 7,
-    /// A request with this id is in flight on this session.
-    DuplicateRequest = 8,
     /// The model has no chat template, or it failed on these messages.
-    ChatTemplate = 9,
+    ChatTemplate = 8,
     /// The client left completions unread for too long.
-    SlowReader = 10,
+    SlowReader = 9,
     /// The key-value cache is exhausted and even the oldest sequence could not go on.
-    KvExhausted = 11,
+    KvExhausted = 10,
     /// A fault of the daemon's own; its log has the details.
-    Internal = 12,
+    Internal = 11,
 }
 
 impl FinishReason {
@@ -244,7 +242,7 @@ impl fmt::Display for FinishReason {
 
 impl Reject {
     /// Every reason there is.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 11] = [
         Self::Malformed,
         Self::InvalidParameter,
         Self::TokenOutOfVocabulary,
@@ -252,7 +250,6 @@ impl Reject {
         Self::EmptyPrompt,
         Self::Busy,
         Self::Draining,
-        Self::DuplicateRequest,
         Self::ChatTemplate,
         Self::SlowReader,
         Self::KvExhausted,
@@ -279,7 +276,6 @@ impl Reject {
             Self::EmptyPrompt => "empty_prompt",
             Self::Busy => "busy",
             Self::Draining => "draining",
-            Self::DuplicateRequest => "duplicate_request",
             Self::ChatTemplate => "chat_template",
             Self::SlowReader => "slow_reader",
             Self::KvExhausted => "kv_exhausted",

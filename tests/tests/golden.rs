@@ -322,19 +322,7 @@ impl Driver {
 }
 
 fn greedy() -> Sampling {
-    Sampling {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 0,
-        max_tokens: 64,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-    }
+    Sampling::greedy(64)
 }
 
 /// The compute threads of one model are enough for a machine: tests that have them take turns.

@@ -6,10 +6,13 @@
 //!
 //! `LLMD_SIM_SEEDS=n` runs n histories instead of the default; `LLMD_SIM_SEED=s` runs only that one.
 //!
-//! That the checks bite was tried by taking rules out of the scheduler one at a time; each of these turns tests red:
-//! evicting the block a step is about to hold; publishing before the commit; matching all tokens of a prompt; ignoring the
-//! salt; chunks that end inside blocks; preempting the oldest; putting the preempted at the end of the queue; admitting
-//! below the watermark; keeping blocks of a cancelled sequence; not counting padding rows; letting a stop id end too early.
+//! That the checks bite was tried by breaking the rules one at a time. Each of these turned tests red: evicting the
+//! cached blocks a sequence is about to hold; publishing before the step that writes; matching all of a prompt; ignoring the
+//! salt; letting go of a table's first block first; keeping the same content twice; chunks that end inside blocks; a decode
+//! left out; half the budget unused; preempting the oldest; putting the preempted at the end of the queue, with a token
+//! less, or with `computed` as it was; admitting below the watermark, without headroom, or a fifth partial prefill; queueing
+//! what never fits; going on beyond the cache; keeping a cancelled sequence's blocks; not counting generations; a stop id one
+//! token too early; sampling for who wants no token; static batches without padding, or that take others in.
 
 #[path = "simulation/oracle.rs"]
 mod oracle;
@@ -143,7 +146,7 @@ fn random_request(random: &mut Random, texts: &[Vec<u32>], world: &World) -> New
     NewSequence { prompt, sampling, cache_salt: (random.next() % 4).saturating_sub(2) }
 }
 
-/// Clients that go away, stop strings, preemption by hand, and calls that come too late.
+/// Clients that go away or do not read, stop strings, preemption by hand, and calls that come too late.
 fn disturb(random: &mut Random, world: &mut World, gone: &mut Vec<SequenceId>) {
     let live = world.live();
     if !live.is_empty() {
@@ -157,12 +160,16 @@ fn disturb(random: &mut Random, world: &mut World, gone: &mut Vec<SequenceId>) {
             3..6 => {
                 world.preempt(id);
             }
+            6..9 => world.pause(id, true),
+            9..18 => world.pause(id, false),
             _ => {}
         }
     }
     if !gone.is_empty() && random.once_in(8) {
         let id = gone[random.below(gone.len())];
         assert!(!world.finish(id, FinishReason::Cancelled) && !world.preempt(id));
+        world.pause(id, true);
+        world.pause(id, false);
     }
 }
 
@@ -196,6 +203,30 @@ fn a_preempted_sequence_comes_back_once_and_does_not_thrash() {
     let useful = 4 * (40 + 399);
     // What a victim had is evicted by whoever goes on, so coming back costs its length at most.
     assert!(world.tokens_computed < useful * 3 / 2, "{} positions for {useful}", world.tokens_computed);
+}
+
+#[test]
+fn nobody_is_admitted_until_enough_is_free_again() {
+    // The leader all but fills the cache; the victim is small, and soon there would be room for it: to be preempted again.
+    let mut world = World::new(settings());
+    let leader = world.add(request(1, 240 * 16, 120));
+    while world.scheduler.sequence(leader).unwrap().output_len() == 0 {
+        world.advance();
+    }
+    let ends = world.add(request(2, 60, 60));
+    let victim = world.add(request(3, 20, 100));
+    while world.last.preempted.is_empty() {
+        world.advance();
+    }
+    assert_eq!(world.last.preempted, [victim]);
+    while !world.ended.contains_key(&leader) {
+        world.advance();
+        assert!(world.last.admitted.is_empty());
+    }
+    let needed = world.scheduler.sequence(victim).unwrap().tokens.len().div_ceil(16);
+    assert!(world.ended.contains_key(&ends) && needed < 8, "there was room for {needed} blocks before");
+    world.drain();
+    assert_eq!(world.record(victim).preemptions, 1);
 }
 
 #[test]
@@ -251,7 +282,7 @@ fn a_long_prompt_does_not_freeze_the_streams() {
     let len = |world: &World, id| world.scheduler.sequence(id).unwrap().output_len();
     while len(&world, long) == 0 {
         let before: Vec<_> = streams.iter().map(|&id| len(&world, id)).collect();
-        world.step();
+        world.advance();
         steps += 1;
         for (&id, before) in streams.iter().zip(before) {
             assert_eq!(len(&world, id), before + 1, "a stream stood still");
@@ -271,7 +302,7 @@ fn decodes_leave_the_reserve_to_prefills() {
     let long = world.add(request(99, 160, 1));
     let joined = world.steps;
     while !world.ended.contains_key(&long) {
-        world.step();
+        world.advance();
     }
     assert_eq!(world.steps - joined, 10, "a block each step");
 }
@@ -355,7 +386,7 @@ fn a_request_gives_the_same_tokens_whatever_happens_around_it() {
                 let id = world.add(wanted.clone());
                 let mut forced = 0;
                 while !world.ended.contains_key(&id) {
-                    world.step();
+                    world.advance();
                     // In its prefill, after its first token, and later.
                     forced += usize::from(forced < 3 && world.steps.is_multiple_of(7) && world.preempt(id));
                 }
@@ -464,6 +495,31 @@ fn finishing_twice_or_too_late_is_harmless() {
     assert!(!world.finish(id, FinishReason::Cancelled) && !world.preempt(id));
     world.drain();
     assert_eq!(world.record(heir).reason, FinishReason::Length);
+}
+
+#[test]
+fn who_is_set_aside_holds_nothing_and_comes_back_to_its_place() {
+    let mut world = World::new(SchedulerSettings { sequences_running_max: 1, ..settings() });
+    let (first, second) = (world.add(request(1, 40, 20)), world.add(request(2, 40, 20)));
+    for _ in 0..5 {
+        world.advance();
+    }
+    world.pause(first, true);
+    world.pause(first, true);
+    assert_eq!((world.scheduler.kv_usage().owned, world.scheduler.paused_len()), (0, 1));
+    world.advance();
+    assert_eq!(world.last.admitted, [second], "nobody waits for a client that does not read");
+    let third = world.add(request(3, 40, 20));
+    world.pause(first, false);
+    assert!(world.scheduler.waiting().map(|s| s.id).eq([first, third]));
+    world.pause(second, true);
+    world.pause(third, true);
+    while world.step() {}
+    assert_eq!(world.record(first).output.len(), 20);
+    assert!(!world.scheduler.has_work() && !world.scheduler.drained());
+    assert!(world.finish(third, FinishReason::SlowReader));
+    world.drain();
+    assert_eq!(world.record(first).cached, 0, "finding one's own blocks again is not a cached prompt");
 }
 
 // The control experiment.

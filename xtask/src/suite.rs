@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// The name of the suite that is made of all unit and documentation tests.
 pub const UNIT: &str = "unit";
 
-/// A suite: the unit tests, or one file of `tests/tests/`.
+/// A suite: the unit tests, or one integration test of `tests/tests/`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Suite {
     /// As typed: "end-to-end".
@@ -35,14 +35,16 @@ impl Suite {
     }
 }
 
-/// All suites there are: the unit tests, then one for each file in `tests/tests/`, quick ones first.
+/// All suites there are: the unit tests, then one for each file in `tests/tests/` and each folder there with a `main.rs`,
+/// quick ones first.
 pub fn all() -> Result<Vec<Suite>> {
     let folder = place::workspace().join("tests/tests");
     let mut suites = vec![Suite { name: UNIT.into(), about: "Unit and documentation tests of every crate.".into() }];
     for entry in fs::read_dir(&folder).cannot(format!("list {}", folder.display()))? {
         let path = entry.cannot(format!("list {}", folder.display()))?.path();
-        if path.extension().is_some_and(|extension| extension == "rs") {
-            let text = fs::read_to_string(&path).cannot(format!("read {}", path.display()))?;
+        let root = if path.is_dir() { path.join("main.rs") } else { path.clone() };
+        if root.is_file() && root.extension().is_some_and(|extension| extension == "rs") {
+            let text = fs::read_to_string(&root).cannot(format!("read {}", root.display()))?;
             let stem = path.file_stem().unwrap_or_default().to_string_lossy().replace('_', "-");
             suites.push(Suite { name: stem, about: first_sentence(&text) });
         }

@@ -18,7 +18,7 @@ const BINARY_LIMIT: Duration = Duration::from_secs(900);
 /// The same with `--full`.
 const BINARY_LIMIT_FULL: Duration = Duration::from_secs(7200);
 /// Seeds of the scheduler's simulation with `--full`; without, the suite's own small number.
-const SIMULATION_SEEDS_FULL: &str = "2000";
+const SIMULATION_SEEDS_FULL: &str = "50000";
 
 /// What was asked for.
 pub struct Options {

@@ -46,7 +46,7 @@ pub enum KvType {
 /// How large the key-value cache is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvSize {
-    /// As much as `sequences_max` sequences of full context need, at most a quarter of the memory that is available.
+    /// As much as `sequences_max` sequences of full context need, at most half of the memory that is available and at most 1 GiB.
     Auto,
     /// So many blocks.
     Blocks(u32),

@@ -56,9 +56,10 @@ fn every_bound_is_checked_and_named() {
         ("sequences_max", "0", "from 1 to 4096"),
         ("sequences_max", "4097", "from 1 to 4096"),
         ("waiting_max", "-1", "from 0 to 1048576"),
-        ("tokens_per_step", "63", "from 64 to 65536"),
-        ("prefill_chunk_max", "513", "from 1 to 512"),
-        ("prefill_chunk_max", "0", "from 1 to 512"),
+        ("tokens_per_step", "79", "from 80 to 65536"),
+        ("prefill_chunk_max", "513", "from 16 to 512"),
+        ("prefill_chunk_max", "0", "from 16 to 512"),
+        ("prefill_chunk_max", "100", "a multiple of 16"),
         ("prefix_cache", "\"yes\"", "true, false"),
         ("scheduler", "\"fifo\"", "continuous, static"),
         ("sessions_max", "1025", "from 1 to 1024"),
@@ -103,8 +104,8 @@ fn keys_that_contradict_each_other_are_refused() {
 #[test]
 fn defaults_give_way_to_what_is_written() {
     let settings = with("sequences_max = 1000\nsessions_max = 4").unwrap();
-    assert_eq!((settings.tokens_per_step, settings.sessions_per_uid), (1000, 4));
-    assert_eq!(with("sequences_max = 8\ntokens_per_step = 16").unwrap().prefill_chunk_max, 16);
+    assert_eq!((settings.tokens_per_step, settings.sessions_per_uid), (1143, 4));
+    assert_eq!(with("sequences_max = 8\ntokens_per_step = 24").unwrap().prefill_chunk_max, 16);
 }
 
 #[test]
@@ -228,6 +229,13 @@ fn the_example_parses_and_names_every_key() {
 }
 
 #[test]
+fn what_is_allowed_is_what_the_scheduler_takes() {
+    for rows in 1..=*SEQUENCES.end() as usize {
+        assert_eq!(tokens_per_step_least(rows), crate::scheduler::tokens_per_step_least(rows), "{rows}");
+    }
+}
+
+#[test]
 fn the_command_line_is_well_formed() {
     CommandLine::command().debug_assert();
     for (key, _) in Config::default().written() {
@@ -251,7 +259,7 @@ proptest! {
         let config = Config {
             model: Some("/models/ü \"x\".gguf".into()),
             sequences_max: written(sequences.to_string()),
-            tokens_per_step: written((sequences + extra).to_string()),
+            tokens_per_step: written((tokens_per_step_least(sequences as usize) as u64 + extra).to_string()),
             kv_blocks: blocks.and_then(|b| written(b.to_string())),
             metrics: Some(metrics.into()),
             log_level: Some(LEVELS[level].0.into()),

@@ -5,19 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 fn sampling() -> Sampling {
-    Sampling {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 7,
-        max_tokens: 100,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-    }
+    Sampling { temperature: 1.0, seed: 7, ..Sampling::greedy(100) }
 }
 
 fn greedy() -> Sampling {

@@ -51,7 +51,7 @@ pub enum SubmitError {
         total_blocks: usize,
     },
     /// Too many are waiting; later there may be room.
-    #[error("{waiting_max} requests are waiting already")]
+    #[error("the queue is full; {waiting_max} requests may wait")]
     QueueFull {
         /// The limit.
         waiting_max: usize,
@@ -68,8 +68,6 @@ pub struct Scheduler {
     waiting: VecDeque<SequenceId>,
     /// In order of arrival; the first is the leader.
     running: Vec<SequenceId>,
-    /// Live, but not to be computed until resumed; in no order. They hold no blocks.
-    paused: Vec<SequenceId>,
     arrivals: u64,
     /// Number of the last plan.
     step: u64,
@@ -95,7 +93,6 @@ impl Scheduler {
             cache: KvCache::new(settings.usable_blocks(), settings.prefix_cache),
             waiting: VecDeque::with_capacity(settings.sequences_max_total()),
             running: Vec::with_capacity(settings.sequences_running_max),
-            paused: Vec::new(),
             arrivals: 0,
             step: 0,
             in_flight: false,
@@ -124,14 +121,15 @@ impl Scheduler {
         if needed_blocks > total_blocks {
             return Err(SubmitError::NeverFits { needed_blocks, total_blocks });
         }
-        if self.waiting.len() >= waiting_max {
+        // Those set aside are in no queue, but they will come back.
+        if self.waiting.len() >= waiting_max || self.arena.len() >= self.settings.sequences_max_total() {
             return Err(SubmitError::QueueFull { waiting_max });
         }
         let room = u32::try_from(context_max - prompt_len).expect("the context is bounded");
         new.sampling.max_tokens = new.sampling.max_tokens.min(room);
         debug_assert!(new.sampling.stop_token_ids.is_sorted(), "stop ids are searched by halves");
 
-        let id = self.arena.insert(new, self.arrivals).expect("waiting and running are bounded below the arena's size");
+        let id = self.arena.insert(new, self.arrivals).expect("the arena had room");
         self.arrivals += 1;
         self.waiting.push_back(id);
         Ok(id)
@@ -160,30 +158,32 @@ impl Scheduler {
     /// Between a plan and its commit.
     pub fn preempt(&mut self, id: SequenceId) -> bool {
         self.assert_settled();
-        let running = self.arena.get(id).is_some_and(|s| s.state == SequenceState::Running);
+        let running = self.state(id) == Some(SequenceState::Running);
         if running {
             self.suspend(id);
         }
         running
     }
 
-    /// Sets a live sequence aside until [`resume`](Self::resume): nobody reads what it would produce. A running one gives its
-    /// blocks back, of which the full ones stay cached. Nothing happens when it is set aside already or not live.
+    /// Sets a live sequence aside until [`resume`](Self::resume): nobody reads what it would produce. It is in no plan and
+    /// holds no blocks meanwhile, so that nobody waits for the reader it waits for; its full ones stay cached as long as
+    /// nobody needs them. Nothing happens when it is set aside already or not live.
     ///
     /// # Panics
     /// Between a plan and its commit.
     pub fn pause(&mut self, id: SequenceId) {
-        self.preempt(id);
-        if self.arena.get(id).is_some() && !self.paused.contains(&id) {
-            self.leave_waiting(id);
-            self.paused.push(id);
+        self.assert_settled();
+        match self.state(id) {
+            Some(SequenceState::Running) => self.give_up_blocks(id),
+            Some(SequenceState::Waiting) => self.leave_waiting(id),
+            Some(SequenceState::Paused) | None => return,
         }
+        self.arena[id].state = SequenceState::Paused;
     }
 
     /// Puts a sequence that was set aside back into the queue, at the place of its arrival.
     pub fn resume(&mut self, id: SequenceId) {
-        if let Some(place) = self.paused.iter().position(|&paused| paused == id) {
-            self.paused.swap_remove(place);
+        if self.state(id) == Some(SequenceState::Paused) {
             self.enter_waiting(id);
         }
     }
@@ -213,17 +213,22 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Sequences waiting and running.
+    /// Sequences set aside.
+    pub fn paused_len(&self) -> usize {
+        self.arena.len() - self.waiting.len() - self.running.len()
+    }
+
+    /// Sequences waiting, running and set aside.
     pub fn sequences_live(&self) -> usize {
         self.arena.len()
     }
 
-    /// Whether the next plan will have entries. Whatever is live and not paused can be computed.
+    /// Whether the next plan will have entries. What waits or runs can always be computed.
     pub fn has_work(&self) -> bool {
-        !(self.waiting.is_empty() && self.running.is_empty())
+        !self.waiting.is_empty() || !self.running.is_empty()
     }
 
-    /// Whether nothing is waiting, running or paused.
+    /// Whether no sequence is live.
     pub fn drained(&self) -> bool {
         self.arena.is_empty()
     }
@@ -256,15 +261,19 @@ impl Scheduler {
     /// Whether queue, arena, block tables and cache agree. For tests and for an idle moment.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
         let fault = |text: String| Err(IntegrityError(text));
-        if self.waiting.len() + self.running.len() + self.paused.len() != self.arena.len() {
+        let paused = self.arena.iter().filter(|s| s.state == SequenceState::Paused);
+        if self.waiting.len() + self.running.len() + paused.clone().count() != self.arena.len() {
             return fault(format!("{} live sequences are not all waiting, running or paused", self.arena.len()));
         }
         if !self.waiting().is_sorted_by_key(|s| s.arrival) || !self.running().is_sorted_by_key(|s| s.arrival) {
             return fault("a queue is out of order".into());
         }
-        for s in self.waiting().chain(self.paused.iter().map(|&id| &self.arena[id])) {
-            if s.state != SequenceState::Waiting || s.computed != 0 || !s.block_table.is_empty() {
-                return fault(format!("{:?} waits and holds blocks", s.id));
+        if self.waiting().any(|s| s.state != SequenceState::Waiting) {
+            return fault("the queue has one that does not wait".into());
+        }
+        for s in self.waiting().chain(paused) {
+            if s.computed != 0 || !s.block_table.is_empty() {
+                return fault(format!("{:?} holds blocks and does not run", s.id));
             }
         }
         for s in self.running() {
@@ -283,12 +292,8 @@ impl Scheduler {
     /// Takes a live sequence out of everything.
     fn end(&mut self, id: SequenceId, reason: FinishReason) -> Ended {
         match self.arena[id].state {
-            SequenceState::Waiting => match self.paused.iter().position(|&paused| paused == id) {
-                Some(place) => {
-                    self.paused.swap_remove(place);
-                }
-                None => self.leave_waiting(id),
-            },
+            SequenceState::Waiting => self.leave_waiting(id),
+            SequenceState::Paused => {}
             SequenceState::Running => {
                 self.leave_running(id);
                 self.members_ended += usize::from(self.settings.policy == Policy::Static);
@@ -301,19 +306,29 @@ impl Scheduler {
 
     /// Takes a running sequence's blocks and puts it back into the queue.
     fn suspend(&mut self, id: SequenceId) {
+        self.give_up_blocks(id);
+        self.enter_waiting(id);
+    }
+
+    /// A running sequence stops running; it will have to compute all its tokens again, those generated included.
+    fn give_up_blocks(&mut self, id: SequenceId) {
         self.leave_running(id);
         let sequence = &mut self.arena[id];
         self.cache.release(&mut sequence.block_table);
         sequence.computed = 0;
         sequence.preemptions += 1;
-        sequence.state = SequenceState::Waiting;
-        self.enter_waiting(id);
     }
 
+    /// A sequence that is neither queued nor running gets its place in the queue.
     fn enter_waiting(&mut self, id: SequenceId) {
+        self.arena[id].state = SequenceState::Waiting;
         let arrival = self.arena[id].arrival;
         let place = self.waiting.partition_point(|&id| self.arena[id].arrival < arrival);
         self.waiting.insert(place, id);
+    }
+
+    fn state(&self, id: SequenceId) -> Option<SequenceState> {
+        self.arena.get(id).map(|s| s.state)
     }
 
     fn leave_waiting(&mut self, id: SequenceId) {

@@ -25,8 +25,8 @@ struct Budget {
 
 impl Scheduler {
     /// Decides the next step. Decodes come first, one token each; then running prefills; then whoever is admitted. A plan is
-    /// empty only if nothing is live but what is paused. A plan with entries must be committed before anything else happens; an empty one
-    /// need not be.
+    /// empty only if nothing waits or runs. A plan with entries must be committed before anything else happens; an empty
+    /// one need not be.
     ///
     /// # Panics
     /// When the last plan has not been committed.
@@ -48,7 +48,7 @@ impl Scheduler {
         }
 
         assert!(plan.tokens() + plan.padding_rows as usize <= self.settings.tokens_per_step);
-        assert!(!plan.is_empty() || !self.has_work(), "sequences are live and none can be computed");
+        assert!(!plan.is_empty() || !self.has_work(), "there is work and none of it is planned");
         self.in_flight = !plan.is_empty();
         plan
     }

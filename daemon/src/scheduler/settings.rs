@@ -9,7 +9,7 @@ const PREFILL_RESERVE_DIVISOR: usize = 8;
 /// Slots are numbered in u32: block * BLOCK_TOKENS + offset.
 const KV_BLOCKS_LIMIT: usize = u32::MAX as usize / BLOCK_TOKENS;
 
-/// Sequences live at once, waiting and running: far more than one host serves, and within u32.
+/// Sequences live at once: far more than one host serves, and within u32.
 const SEQUENCES_LIMIT: usize = 1 << 20;
 
 /// Who may join whom.
@@ -99,7 +99,7 @@ impl SchedulerSettings {
         self.kv_blocks - usize::from(self.policy == Policy::Static)
     }
 
-    /// Live sequences, waiting and running, at most.
+    /// Live sequences at most, whatever their state.
     pub fn sequences_max_total(&self) -> usize {
         self.sequences_running_max + self.waiting_max
     }

@@ -17,19 +17,7 @@ fn settings() -> SchedulerSettings {
 }
 
 fn request(prompt_len: usize, max_tokens: u32) -> NewSequence {
-    let sampling = Sampling {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 0,
-        max_tokens,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-    };
+    let sampling = Sampling::greedy(max_tokens);
     NewSequence { prompt: (0..prompt_len as u32).collect(), sampling, cache_salt: 0 }
 }
 
@@ -85,6 +73,21 @@ fn preempted_sequences_do_not_burst_the_bounds() {
     assert_eq!(scheduler.submit(request(10, 5)), Err(SubmitError::QueueFull { waiting_max: 3 }));
     step(&mut scheduler);
     assert!(scheduler.running().map(|s| s.id).eq(ids), "in order of arrival");
+}
+
+#[test]
+fn sequences_set_aside_do_not_burst_the_bounds() {
+    let mut scheduler = scheduler();
+    let mut ids = Vec::new();
+    for _ in 0..7 {
+        let id = scheduler.submit(request(10, 50)).unwrap();
+        scheduler.pause(id);
+        ids.push(id);
+    }
+    assert_eq!((scheduler.waiting_len(), scheduler.paused_len()), (0, 7));
+    assert_eq!(scheduler.submit(request(10, 5)), Err(SubmitError::QueueFull { waiting_max: 3 }));
+    ids.iter().rev().for_each(|&id| scheduler.resume(id));
+    assert!(scheduler.waiting().map(|s| s.id).eq(ids), "in order of arrival");
 }
 
 #[test]

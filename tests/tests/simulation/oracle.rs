@@ -80,19 +80,7 @@ pub fn alone(new: &NewSequence, settings: &SchedulerSettings) -> (Vec<u32>, Fini
 
 /// Greedy-looking parameters that end after `max_tokens`.
 pub fn sampling(max_tokens: u32) -> Sampling {
-    Sampling {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 1,
-        max_tokens,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-    }
+    Sampling { seed: 1, ..Sampling::greedy(max_tokens) }
 }
 
 /// A request of its own prompt (drawn from `name`) and salt 0.

@@ -102,7 +102,6 @@ impl World {
     /// Ends a sequence from outside. Returns whether it was live.
     pub fn finish(&mut self, id: SequenceId, reason: FinishReason) -> bool {
         let was_live = self.live.contains_key(&id);
-        let owned = self.scheduler.kv_usage().owned;
         let member = self.scheduler.sequence(id).is_some_and(|s| s.state == SequenceState::Running);
         let ended = match reason {
             FinishReason::Cancelled => self.scheduler.cancel(id),
@@ -111,7 +110,6 @@ impl World {
         assert_eq!(ended.is_some(), was_live, "exactly the live can be finished");
         if let Some(ended) = ended {
             self.members_ended += u32::from(member);
-            assert!(self.scheduler.kv_usage().owned < owned || !member, "a finished sequence keeps its blocks");
             self.settle(ended, false);
         }
         self.check_rest();
@@ -124,9 +122,22 @@ impl World {
         done
     }
 
+    /// Sets a sequence aside, or has it go on.
+    pub fn pause(&mut self, id: SequenceId, aside: bool) {
+        if aside {
+            self.scheduler.pause(id);
+        } else {
+            self.scheduler.resume(id);
+        }
+        let paused = self.scheduler.sequence(id).map(|s| s.state == SequenceState::Paused);
+        assert_eq!(paused, self.live.contains_key(&id).then_some(aside));
+        self.check_rest();
+    }
+
     /// One step. False when there was nothing to compute.
     pub fn step(&mut self) -> bool {
         let before: Vec<Before> = self.scheduler.running().map(stand).collect();
+        assert_eq!(self.scheduler.has_work(), self.scheduler.sequences_live() > self.scheduler.paused_len());
         let waiting: Vec<Before> = self.scheduler.waiting().map(stand).collect();
         if self.available() >= (self.settings.usable_blocks() * 6).div_ceil(100) {
             self.paused = false;
@@ -136,7 +147,7 @@ impl World {
         self.check_plan(&plan, &before, &waiting);
         self.paused |= !plan.preempted.is_empty();
         if plan.is_empty() {
-            assert!(self.live.is_empty(), "an empty plan while something is live");
+            assert!(before.is_empty() && waiting.is_empty(), "an empty plan while something waits or runs");
             self.scheduler.recycle(plan);
             return false;
         }
@@ -164,15 +175,24 @@ impl World {
         true
     }
 
-    /// Steps until nothing is live. Panics when it takes longer than the work that is left can explain.
+    /// One step, where there is something to compute.
+    pub fn advance(&mut self) {
+        assert!(self.step(), "nothing is live any more");
+    }
+
+    /// Has whatever is set aside go on, and steps until nothing is live. Panics when it takes longer than the work that is left can explain.
     pub fn drain(&mut self) {
+        for id in self.live() {
+            self.pause(id, false);
+        }
         // The oldest running sequence moves at least one position a step.
         let work: usize = self.live.values().map(|r| r.new.prompt.len() + r.expected.0.len() + 2).sum();
         for _ in 0..=2 * work {
             if !self.step() {
                 let usage = self.scheduler.kv_usage();
                 assert_eq!(usage.owned, 0, "blocks are owned and nobody is live");
-                assert_eq!((self.scheduler.waiting_len(), self.scheduler.running_len()), (0, 0));
+                let Self { scheduler, .. } = self;
+                assert_eq!((scheduler.waiting_len(), scheduler.running_len(), scheduler.paused_len()), (0, 0, 0));
                 assert!(self.scheduler.drained() && !self.scheduler.has_work());
                 assert_eq!(self.accepted, self.ended.len());
                 return;
@@ -277,6 +297,8 @@ impl World {
         self.scheduler.check_integrity().unwrap_or_else(|e| panic!("{e}"));
         let usage = self.scheduler.kv_usage();
         assert_eq!(usage.free + usage.cached + usage.owned, usage.total);
+        let held: BTreeSet<_> = self.scheduler.running().flat_map(|s| &s.block_table).collect();
+        assert_eq!(usage.owned, held.len(), "blocks are owned by nobody who runs");
         assert_eq!(usage.total, self.settings.usable_blocks());
         assert_eq!(self.scheduler.sequences_live(), self.live.len());
         assert_eq!(self.accepted, self.live.len() + self.ended.len(), "accepted = ended + live");
@@ -339,10 +361,15 @@ impl World {
         let count = plan.admitted.len();
         assert!(waiting[..count].iter().map(|w| w.id).eq(plan.admitted.iter().copied()), "admitted out of order");
         assert!(plan.preempted.is_empty() || count == 0, "admitted in the step that ran out of blocks");
+        let running = self.scheduler.running_len();
+        let headroom = self.available() >= running;
+        assert!(count == 0 || running == 1 || headroom, "an admission leaves less than a block for each");
         match settings.policy {
             Policy::Continuous => {
                 assert_eq!(plan.padding_rows, 0);
                 assert!(count == 0 || !self.paused || before.is_empty(), "admitted below the watermark");
+                let partial = self.partial_prefills(plan);
+                assert!(partial <= 4, "{partial} prefills stand half done");
                 self.check_admission_is_complete(plan, &waiting[count..], left);
             }
             Policy::Static => {
@@ -359,15 +386,20 @@ impl World {
     /// Nobody waits who, judged without the prefix cache, has tokens, a row and blocks.
     fn check_admission_is_complete(&self, plan: &StepPlan, waiting: &[Before], left: usize) {
         let Some(head) = waiting.first().filter(|_| plan.preempted.is_empty() && !self.paused) else { return };
-        let unfinished = |id: SequenceId| {
-            let tokens = plan.entries.iter().find(|e| e.sequence == id).map_or(0, |e| e.tokens as usize);
-            tokens < self.scheduler.sequence(id).unwrap().remaining()
-        };
-        let partial = self.scheduler.running().filter(|s| unfinished(s.id)).count();
+        let partial = self.partial_prefills(plan);
         let running = self.scheduler.running_len();
         let room = self.available() > head.remaining.div_ceil(16) + running;
         let admissible = running < self.settings.sequences_running_max && left >= 16 && partial < 4 && room;
         assert!(!admissible, "{:?} waits for nothing", head.id);
+    }
+
+    /// Running sequences that `plan` does not bring to their last token.
+    fn partial_prefills(&self, plan: &StepPlan) -> usize {
+        let unfinished = |s: &&llmd::sequence::Sequence| {
+            let tokens = plan.entries.iter().find(|e| e.sequence == s.id).map_or(0, |e| e.tokens as usize);
+            tokens < s.remaining()
+        };
+        self.scheduler.running().filter(unfinished).count()
     }
 }
 
