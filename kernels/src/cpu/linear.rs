@@ -103,7 +103,7 @@ impl Quantized {
     ///
     /// # Safety
     /// There is such a row.
-    unsafe fn from_row(self, row: usize) -> Self {
+    unsafe fn beginning_at(self, row: usize) -> Self {
         let blocks = row * self.planes * self.blocks;
         // SAFETY: inside the arrays, by the contract.
         unsafe {
@@ -266,7 +266,7 @@ impl Task<'_> {
                         }
                         Operand::Panels(p) => {
                             let products = Rows::new(scratch, PANEL_ROWS);
-                            let x = quantized.from_row(rows.start);
+                            let x = quantized.beginning_at(rows.start);
                             integer_product(isa, p, panel, x, 0..2 * rows.len(), products, 0);
                             add_planes(isa, products, rows.clone(), self.out, panel * PANEL_ROWS);
                         }
