@@ -91,8 +91,9 @@ pub struct Config {
     /// Instructions the CPU kernels use: auto (the best this CPU has), avx512, avx2 or portable [default: auto]
     #[arg(long, env = "LLMD_ISA", value_name = "auto|avx512|avx2|portable")]
     pub isa: Option<Written>,
-    /// Activations within a matrix product: int8 (fast) or f32 (exact) [default: int8]
-    #[arg(long, env = "LLMD_ACTIVATIONS", value_name = "int8|f32")]
+    /// Activations within a matrix product: int8 (fast), int16 (as good as exact; about as fast for a few streams, slower
+    /// for many and for prompts) or f32 (exact, slow) [default: int8]
+    #[arg(long, env = "LLMD_ACTIVATIONS", value_name = "int8|int16|f32")]
     pub activations: Option<Written>,
     /// Elements of the key-value cache: bf16 or f32 [default: bf16]
     #[arg(long, env = "LLMD_KV_TYPE", value_name = "bf16|f32")]

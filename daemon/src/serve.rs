@@ -127,6 +127,7 @@ fn cpu_options(settings: &Settings) -> cpu::CpuOptions {
         },
         activations: match settings.activations {
             Activations::Int8 => cpu::Activations::Int8,
+            Activations::Int16 => cpu::Activations::Int16,
             Activations::F32 => cpu::Activations::F32,
         },
         kv: match settings.kv_type {

@@ -342,9 +342,8 @@ fn llmctl_answers_people_and_scripts() {
 
 #[test]
 fn the_default_model_knows_the_capital_of_france() {
-    let daemon = Setup::file(&default_model()).start();
-    let system = "--system=You are a helpful assistant.";
-    let output = daemon.llmctl(&["generate", system, "--max-tokens=40", "What is the capital of France?"]);
+    let daemon = Setup::file(&default_model()).with("--activations=int16").start();
+    let output = daemon.llmctl(&["generate", "--max-tokens=40", "What is the capital of France?"]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.contains("Paris"), "{text}{}", String::from_utf8_lossy(&output.stderr));
     assert_nothing_is_left(&daemon);

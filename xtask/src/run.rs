@@ -20,9 +20,9 @@ const READY_WITHIN: Duration = Duration::from_secs(600);
 const STOPPED_WITHIN: Duration = Duration::from_secs(10);
 /// How often a running child is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// Stands before the conversation. Small models keep to the point with one, and do not without: asked for the capital of
-/// France after the system text of its own template, the default model falls into French.
-const SYSTEM: &str = "You are a helpful assistant.";
+/// How the daemon is to round activations, unless the environment or a flag says otherwise: one person's chat is as fast
+/// with the better rounding, and a small model shows the difference.
+const ACTIVATIONS: (&str, &str) = ("LLMD_ACTIVATIONS", "int16");
 /// How much of the daemon's log is shown when something went wrong.
 const LOG_LINES_SHOWN: usize = 30;
 
@@ -43,8 +43,8 @@ pub fn run(model: Option<PathBuf>, daemon_arguments: &[String], prompt: &str) ->
     let mut llmctl = Command::new(built.program("llmctl")?);
     llmctl.arg("--socket").arg(&daemon.socket);
     match prompt {
-        "" => llmctl.args(["chat", "--system", SYSTEM]),
-        prompt => llmctl.args(["generate", "--system", SYSTEM, "--", prompt]),
+        "" => llmctl.arg("chat"),
+        prompt => llmctl.args(["generate", "--", prompt]),
     };
     let status = llmctl.status().cannot("start llmctl")?;
     if !status.success() && daemon.child.try_wait().is_ok_and(|ended| ended.is_some()) {
@@ -77,7 +77,9 @@ impl Daemon {
         let notify = folder.join("notify.sock");
         let ready = UnixDatagram::bind(&notify).cannot(format!("make the socket {}", notify.display()))?;
         ready.set_read_timeout(Some(LOOK_EVERY)).cannot("set a time-out")?;
+        let (activations, better) = ACTIVATIONS;
         let mut child = Command::new(program)
+            .env(activations, std::env::var_os(activations).unwrap_or_else(|| better.into()))
             .arg("--model")
             .arg(model)
             .arg("--socket")

@@ -52,6 +52,7 @@ impl Backend for CpuBackend {
         let plural = if threads == 1 { "" } else { "s" };
         let activations = match self.options.activations {
             Activations::Int8 => "int8",
+            Activations::Int16 => "int16",
             Activations::F32 => "f32",
         };
         let kv = match self.options.kv {

@@ -30,6 +30,8 @@ pub enum Isa {
 pub enum Activations {
     /// Rounded to int8 by blocks.
     Int8,
+    /// Rounded to twice int8 by blocks.
+    Int16,
     /// As they are.
     F32,
 }
@@ -161,7 +163,8 @@ impl Settings {
 
 pub(super) const ISAS: [(&str, Isa); 4] =
     [("auto", Isa::Auto), ("avx512", Isa::Avx512), ("avx2", Isa::Avx2), ("portable", Isa::Portable)];
-pub(super) const ACTIVATIONS: [(&str, Activations); 2] = [("int8", Activations::Int8), ("f32", Activations::F32)];
+pub(super) const ACTIVATIONS: [(&str, Activations); 3] =
+    [("int8", Activations::Int8), ("int16", Activations::Int16), ("f32", Activations::F32)];
 pub(super) const KV_TYPES: [(&str, KvType); 2] = [("bf16", KvType::Bf16), ("f32", KvType::F32)];
 pub(super) const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
 pub(super) const SCHEDULERS: [(&str, SchedulerPolicy); 2] =

@@ -46,7 +46,7 @@ fn every_bound_is_checked_and_named() {
         ("threads", "0", "auto, or a whole number from 1 to 1024"),
         ("threads", "\"many\"", "from 1 to 1024"),
         ("isa", "\"neon\"", "auto, avx512, avx2, portable"),
-        ("activations", "\"f16\"", "int8, f32"),
+        ("activations", "\"f16\"", "int8, int16, f32"),
         ("kv_type", "\"int8\"", "bf16, f32"),
         ("kv_blocks", "0", "from 1 to 268435455"),
         ("kv_blocks", "268435456", "from 1 to 268435455"),

@@ -86,28 +86,8 @@ impl SessionsHandle {
 
 /// Starts the thread on a listening socket, our own or one that systemd handed in.
 pub fn spawn(listener: UnixListener, limits: SessionLimits, outlets: Outlets) -> io::Result<SessionsHandle> {
-    listener.set_nonblocking(true)?;
-    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-    epoll.add(&listener, EpollEvent::new(EpollFlags::EPOLLIN, TOKEN_LISTENER))?;
     let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
-    epoll.add(&*stop, EpollEvent::new(EpollFlags::EPOLLIN, TOKEN_STOP))?;
-    let sessions = Sessions {
-        epoll,
-        listener: Listener::from(listener),
-        spare: File::open("/dev/null").ok(),
-        limits,
-        outlets,
-        handshakes: HashMap::new(),
-        open: HashMap::new(),
-        ready: Vec::new(),
-        next_key: 1,
-        accept_paused_until: None,
-        exhausted: false,
-        connects: ConnectRate::default(),
-        complaints: Complaints::default(),
-        unread: Arc::default(),
-        boot_id: random(),
-    };
+    let sessions = Sessions::new(listener, limits, outlets, &stop)?;
     let thread = std::thread::Builder::new().name("llmd-sessions".into()).spawn(move || sessions.run())?;
     Ok(SessionsHandle { stop, thread })
 }
@@ -136,6 +116,30 @@ struct Sessions {
 }
 
 impl Sessions {
+    fn new(listener: UnixListener, limits: SessionLimits, outlets: Outlets, stop: &EventFd) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        epoll.add(&listener, EpollEvent::new(EpollFlags::EPOLLIN, TOKEN_LISTENER))?;
+        epoll.add(stop, EpollEvent::new(EpollFlags::EPOLLIN, TOKEN_STOP))?;
+        Ok(Self {
+            epoll,
+            listener: Listener::from(listener),
+            spare: File::open("/dev/null").ok(),
+            limits,
+            outlets,
+            handshakes: HashMap::new(),
+            open: HashMap::new(),
+            ready: Vec::new(),
+            next_key: 1,
+            accept_paused_until: None,
+            exhausted: false,
+            connects: ConnectRate::default(),
+            complaints: Complaints::default(),
+            unread: Arc::default(),
+            boot_id: random(),
+        })
+    }
+
     fn run(mut self) {
         let mut events = [EpollEvent::empty(); 128];
         loop {
@@ -155,13 +159,18 @@ impl Sessions {
                     token => self.socket_event(token),
                 }
             }
-            for token in std::mem::take(&mut self.ready) {
-                if let Some(session) = self.open.get_mut(&token) {
-                    session.queued = false;
-                }
-                self.turn(token);
-            }
+            self.turns();
             self.expire();
+        }
+    }
+
+    /// A turn for each session whose last one left something.
+    fn turns(&mut self) {
+        for token in std::mem::take(&mut self.ready) {
+            if let Some(session) = self.open.get_mut(&token) {
+                session.queued = false;
+            }
+            self.turn(token);
         }
     }
 

@@ -81,6 +81,11 @@ unsafe impl Send for Rows {}
 unsafe impl Sync for Rows {}
 
 impl Rows {
+    /// Rows of `stride` elements from `first` on.
+    pub(crate) fn new(first: *mut f32, stride: usize) -> Self {
+        Self { first, stride }
+    }
+
     /// The first element of row `row`.
     ///
     /// # Safety

@@ -1,13 +1,13 @@
 //! Integer matrix product in plain Rust.
 
 use super::buffer::Rows;
-use super::linear::{Quantized, ROWS_PER_BLOCK};
+use super::linear::{Quantized, ROWS_PER_PRODUCT};
 use super::panel::{self, Format, PANEL_ROWS};
 use super::simd::multiply_add;
 use crate::quant::BLOCK;
 use std::ops::Range;
 
-/// out[rows][panel's 32 columns] = x * panel^T for `rows` (at most `ROWS_PER_BLOCK`).
+/// out[rows][panel's 32 columns] = x * panel^T for `rows` (at most `ROWS_PER_PRODUCT`).
 ///
 /// # Safety
 /// `x` and `out` have the rows; `panel` is a whole panel of format `F` with `x.blocks` blocks; `out` has the columns from
@@ -19,8 +19,9 @@ pub(crate) unsafe fn panel_product<F: Format>(
     out: Rows,
     column: usize,
 ) {
+    assert!(rows.len() <= ROWS_PER_PRODUCT);
     // The sums stand here while blocks are taken in turn, so that a block is unpacked once for all rows.
-    let mut sums = [[0.0_f32; PANEL_ROWS]; ROWS_PER_BLOCK];
+    let mut sums = [[0.0_f32; PANEL_ROWS]; ROWS_PER_PRODUCT];
     for (b, block) in panel.chunks_exact(F::BLOCK_BYTES).enumerate() {
         let weights: [[i8; BLOCK]; PANEL_ROWS] = std::array::from_fn(|lane| panel::quants::<F>(block, lane));
         let scales: [([f32; 2], f32); PANEL_ROWS] = std::array::from_fn(|lane| panel::scales::<F>(block, lane));

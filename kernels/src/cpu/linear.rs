@@ -1,6 +1,7 @@
 //! Matrix products: what both kinds of kernels share, and how their work is cut.
 //!
-//! Quantised matrices meet activations quantised to 8 bits per block of 32 (integer dots, `gemm_*.rs`); matrices in F16,
+//! Quantised matrices meet activations quantised to 8 bits per block of 32 (integer dots, `gemm_*.rs`), or to twice 8 bits
+//! in two planes, which the kernels see as two rows whose products are added; matrices in F16,
 //! BF16 or F32, and every matrix when activations stay f32, go through `gemm_f32.rs`. The choice hangs on the weight
 //! alone, never on the number of rows.
 
@@ -20,6 +21,9 @@ use std::ops::Range;
 /// Activation rows that a panel is used for before the next is read: as many as stay in the second-level cache.
 pub(crate) const ROWS_PER_BLOCK: usize = 64;
 
+/// Rows that a kernel gets at once: those of a block, in all their planes.
+pub(crate) const ROWS_PER_PRODUCT: usize = 2 * ROWS_PER_BLOCK;
+
 /// One result of [`super::CpuDevice::linear`].
 pub struct Output<'a> {
     /// (output features, input features).
@@ -30,17 +34,21 @@ pub struct Output<'a> {
     pub out: &'a mut Buffer,
 }
 
-/// Memory for quantised activations, of at most `len` elements.
+/// Memory for quantised activations, of at most `len` elements over all planes.
 pub(crate) struct ActivationScratch {
+    planes: usize,
     q: Region<i8>,
     scale: Region<f32>,
     sum: Region<f32>,
     offset: Region<i32>,
 }
 
-/// Activations quantised per block of 32, as kernels see them: x = scale * q.
+/// Activations quantised per block of 32, as kernels see them: x = scale * q, or with two planes the sum of that over the
+/// rows 2 * row and 2 * row + 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Quantized {
+    /// 1 or 2.
+    planes: usize,
     /// (rows, blocks, 32).
     pub(crate) q: *mut i8,
     /// (rows, blocks).
@@ -59,10 +67,13 @@ unsafe impl Send for Quantized {}
 unsafe impl Sync for Quantized {}
 
 impl ActivationScratch {
-    pub(crate) fn new(len: usize) -> Result<Self, CpuError> {
+    /// For `planes` times `len` elements.
+    pub(crate) fn new(planes: usize, len: usize) -> Result<Self, CpuError> {
         let what = "quantised activations";
+        let len = len.checked_mul(planes).ok_or(CpuError::OutOfMemory { what, bytes: usize::MAX })?;
         let blocks = len / BLOCK;
         Ok(Self {
+            planes,
             q: Region::new(what, len)?,
             scale: Region::new(what, blocks)?,
             sum: Region::new(what, blocks)?,
@@ -70,18 +81,39 @@ impl ActivationScratch {
         })
     }
 
-    /// The most elements, padding included.
+    /// The most elements over all planes, padding included.
     pub(crate) fn len(&self) -> usize {
         self.q.len()
     }
 
     fn view(&mut self, blocks: usize) -> Quantized {
         Quantized {
+            planes: self.planes,
             q: self.q.as_ptr(),
             scale: self.scale.as_ptr(),
             sum: self.sum.as_ptr(),
             offset: self.offset.as_ptr(),
             blocks,
+        }
+    }
+}
+
+impl Quantized {
+    /// The same, beginning with what stands for row `row`.
+    ///
+    /// # Safety
+    /// There is such a row.
+    unsafe fn beginning_at(self, row: usize) -> Self {
+        let blocks = row * self.planes * self.blocks;
+        // SAFETY: inside the arrays, by the contract.
+        unsafe {
+            Self {
+                q: self.q.add(blocks * BLOCK),
+                scale: self.scale.add(blocks),
+                sum: self.sum.add(blocks),
+                offset: self.offset.add(blocks * 2),
+                ..self
+            }
         }
     }
 }
@@ -98,14 +130,62 @@ for_each_isa! {
 unsafe fn quantize_body<S: Simd>(x: Rows, rows: Range<usize>, to: Quantized) {
     for row in rows {
         for block in 0..to.blocks {
-            let at = row * to.blocks + block;
             // SAFETY: row and block are inside both, by the contract.
             unsafe {
-                let (scale, sums) = S::quantize_block(x.row(row).add(block * BLOCK), to.q.add(at * BLOCK));
-                *to.scale.add(at) = scale;
-                *to.sum.add(at) = scale * (sums[0] + sums[1]) as f32;
-                *to.offset.add(at * 2) = -128 * sums[0];
-                *to.offset.add(at * 2 + 1) = -128 * sums[1];
+                let x = x.row(row).add(block * BLOCK);
+                let at = row * to.planes * to.blocks + block;
+                let scale = quantize_plane::<S>(x, to, at);
+                if to.planes == 2 {
+                    // What the first plane leaves, exact but for its last bit: |rest| <= scale / 2.
+                    let q = to.q.add(at * BLOCK);
+                    let rest: [f32; BLOCK] = std::array::from_fn(|i| *x.add(i) - scale * f32::from(*q.add(i)));
+                    quantize_plane::<S>(rest.as_ptr(), to, at + to.blocks);
+                }
+            }
+        }
+    }
+}
+
+/// Quantises one block into block `at` of `to`; gives its scale.
+///
+/// # Safety
+/// That of [`quantize_rows`].
+#[inline(always)]
+unsafe fn quantize_plane<S: Simd>(x: *const f32, to: Quantized, at: usize) -> f32 {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let (scale, sums) = S::quantize_block(x, to.q.add(at * BLOCK));
+        *to.scale.add(at) = scale;
+        *to.sum.add(at) = scale * (sums[0] + sums[1]) as f32;
+        *to.offset.add(at * 2) = -128 * sums[0];
+        *to.offset.add(at * 2 + 1) = -128 * sums[1];
+        scale
+    }
+}
+
+/// Elements of scratch that a thread needs for products of `planes` planes, before they are added.
+pub(crate) fn planes_scratch_len(planes: usize) -> usize {
+    if planes > 1 { ROWS_PER_PRODUCT * PANEL_ROWS } else { 0 }
+}
+
+for_each_isa! {
+    /// out[rows.start + i] = products[2i] + products[2i + 1], in the columns of the panel at `column`.
+    ///
+    /// # Safety
+    /// `products` has two rows of `PANEL_ROWS` elements for each of `rows`, and `out` has the rows and columns, which nobody
+    /// else touches.
+    unsafe fn add_planes = add_planes_body(products: Rows, rows: Range<usize>, out: Rows, column: usize)
+}
+
+#[inline(always)]
+unsafe fn add_planes_body<S: Simd>(products: Rows, rows: Range<usize>, out: Rows, column: usize) {
+    for (i, row) in rows.enumerate() {
+        for lane in (0..PANEL_ROWS).step_by(S::LANES) {
+            // SAFETY: rows and columns exist by the contract; PANEL_ROWS is a multiple of LANES.
+            unsafe {
+                let coarse = S::load(products.row(2 * i).add(lane));
+                let fine = S::load(products.row(2 * i + 1).add(lane));
+                S::store(out.row(row).add(column + lane), S::add(coarse, fine));
             }
         }
     }
@@ -181,7 +261,15 @@ impl Task<'_> {
                 // SAFETY: the contract of this function, cut into blocks of rows and single panels.
                 unsafe {
                     match self.operand {
-                        Operand::Panels(p) => integer_product(isa, p, panel, quantized, rows.clone(), self.out),
+                        Operand::Panels(p) if quantized.planes == 1 => {
+                            integer_product(isa, p, panel, quantized, rows.clone(), self.out, panel * PANEL_ROWS);
+                        }
+                        Operand::Panels(p) => {
+                            let products = Rows::new(scratch, PANEL_ROWS);
+                            let x = quantized.beginning_at(rows.start);
+                            integer_product(isa, p, panel, x, 0..2 * rows.len(), products, 0);
+                            add_planes(isa, products, rows.clone(), self.out, panel * PANEL_ROWS);
+                        }
                         Operand::Rows(w) => gemm_f32::panel_product(isa, w, panel, x, rows.clone(), self.out, scratch),
                     }
                     if let Some(bias) = self.bias {
@@ -199,12 +287,21 @@ impl Task<'_> {
     }
 }
 
+/// The product of one panel, to be stored from `column` on.
+///
 /// # Safety
 /// That of the `panel_product` functions.
-unsafe fn integer_product(isa: Selected, p: Panels<'_>, panel: usize, x: Quantized, rows: Range<usize>, out: Rows) {
+unsafe fn integer_product(
+    isa: Selected,
+    p: Panels<'_>,
+    panel: usize,
+    x: Quantized,
+    rows: Range<usize>,
+    out: Rows,
+    column: usize,
+) {
     let panel_bytes = x.blocks * p.format.block_bytes();
     let data = &p.data[panel * panel_bytes..][..panel_bytes];
-    let column = panel * PANEL_ROWS;
     // SAFETY: `isa` proves the instructions; the rest is the caller's contract.
     unsafe {
         match isa.isa() {

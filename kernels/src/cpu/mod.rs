@@ -55,8 +55,23 @@ pub enum Activations {
     /// Rounded to 8 bits per 32 elements, for integer dot products: about 0.5 % (root mean square) of a product's size.
     #[default]
     Int8,
+    /// Rounded to 8 bits per 32 elements, and what that leaves to 8 bits more: some 15 bits in two planes, each of which
+    /// takes its own integer dot products. Weights are read once for both, so few rows cost hardly more than with `Int8`,
+    /// and many rows up to twice as much.
+    Int16,
     /// Kept as they are; weights are turned to f32 as they are read. Slower, and exact but for the order of f32 sums.
     F32,
+}
+
+impl Activations {
+    /// Integer planes that make up an activation; none where activations stay f32.
+    pub(crate) fn planes(self) -> usize {
+        match self {
+            Activations::Int8 => 1,
+            Activations::Int16 => 2,
+            Activations::F32 => 0,
+        }
+    }
 }
 
 /// How keys and values are kept.
@@ -141,8 +156,8 @@ impl CpuDevice {
         Ok(Self {
             isa: Selected::new(wanted).ok_or(CpuError::NoSuchIsa(wanted))?,
             options,
-            activations: ActivationScratch::new(0)?,
-            weight_scratch: ScratchPerThread::new("unpacked weights", pool.threads(), 0)?,
+            activations: ActivationScratch::new(options.activations.planes(), 0)?,
+            weight_scratch: ScratchPerThread::new("products of weights", pool.threads(), 0)?,
             attention_scratch: ScratchPerThread::new("attention scores", pool.threads(), 0)?,
             rope: RopeTable::default(),
             rows_max: 0,
@@ -171,9 +186,12 @@ impl CpuDevice {
     /// Takes a weight over: (rows, columns) = (output features, input features), row-major, in blocks of `ty`.
     pub fn weight(&mut self, ty: WeightType, rows: usize, columns: usize, bytes: &[u8]) -> Result<Weight, CpuError> {
         let weight = Weight::new(&mut self.pool, self.options.activations, ty, rows, columns, bytes)?;
-        let scratch = gemm_f32::scratch_len(columns);
-        if matches!(weight.operand(), weight::Operand::Rows(_)) && scratch > self.weight_scratch.len() {
-            self.weight_scratch = ScratchPerThread::new("unpacked weights", self.pool.threads(), scratch)?;
+        let scratch = match weight.operand() {
+            weight::Operand::Rows(_) => gemm_f32::scratch_len(columns),
+            weight::Operand::Panels(_) => linear::planes_scratch_len(self.options.activations.planes()),
+        };
+        if scratch > self.weight_scratch.len() {
+            self.weight_scratch = ScratchPerThread::new("products of weights", self.pool.threads(), scratch)?;
         }
         Ok(weight)
     }
@@ -181,9 +199,10 @@ impl CpuDevice {
     /// Allocates activations, zeroed, and whatever scratch operations on them need.
     pub fn buffer(&mut self, rows: usize, columns: usize) -> Result<Buffer, CpuError> {
         let buffer = Buffer::new(rows, columns)?;
+        let planes = self.options.activations.planes();
         let len = rows * columns.next_multiple_of(ROW_PADDING);
-        if self.options.activations == Activations::Int8 && len > self.activations.len() {
-            self.activations = ActivationScratch::new(len)?;
+        if planes * len > self.activations.len() {
+            self.activations = ActivationScratch::new(planes, len)?;
         }
         self.rows_max = self.rows_max.max(rows);
         self.columns_max = self.columns_max.max(columns);

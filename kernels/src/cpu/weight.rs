@@ -73,7 +73,7 @@ impl Weight {
                 dequantize_row(ty, bytes, &mut data[..columns]);
                 Storage::Vector(data)
             }
-            Some(format) if activations == Activations::Int8 => {
+            Some(format) if activations != Activations::F32 => {
                 Storage::Panels { format, data: pack(pool, format, ty, rows, columns, bytes)? }
             }
             _ => {

@@ -27,10 +27,12 @@ fn settled(daemon: &Daemon, session: u64) -> u64 {
         let status = daemon.status();
         status.clients.iter().find(|client| client.session == session).expect("it is connected").tokens_out
     };
-    let mut last = tokens();
+    let (mut last, mut same) = (tokens(), 0);
     wait_until("its sequences are set aside", || {
-        thread::sleep(Duration::from_millis(150));
-        last > 0 && std::mem::replace(&mut last, tokens()) == last
+        thread::sleep(Duration::from_millis(80));
+        let before = std::mem::replace(&mut last, tokens());
+        same = if last > 0 && last == before { same + 1 } else { 0 };
+        same == 5
     });
     last
 }

@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 use std::sync::Mutex;
-use std::time::Duration;
 
 use llmd_protocol::handshake::{ConnectError, Hello};
-use llmd_protocol::limits::REQUEST_BYTES_MAX;
+use llmd_protocol::limits::{REQUEST_BYTES_MAX, SUBMISSIONS_PER_TURN};
 use llmd_protocol::session::ClientSession;
 
 use super::*;
@@ -14,11 +13,27 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Room {
     path: PathBuf,
-    arrivals: Arc<Mutex<Vec<Arrival>>>,
+    arrivals: Notes,
     jobs: mpsc::Receiver<Job>,
     table: Arc<SessionTable>,
     draining: Arc<AtomicBool>,
     handle: Option<SessionsHandle>,
+}
+
+type Notes = Arc<Mutex<Vec<Arrival>>>;
+
+fn outlets() -> (Outlets, Notes, mpsc::Receiver<Job>) {
+    let arrivals = Notes::default();
+    let (sender, jobs) = mpsc::sync_channel(16);
+    let notes = Arc::clone(&arrivals);
+    let outlets = Outlets {
+        arrivals: Box::new(move |arrival| notes.lock().unwrap().push(arrival)),
+        jobs: sender,
+        table: Arc::default(),
+        metrics: Arc::new(Metrics::new(16)),
+        draining: Arc::default(),
+    };
+    (outlets, arrivals, jobs)
 }
 
 impl Room {
@@ -26,19 +41,8 @@ impl Room {
         let path = std::env::temp_dir().join(format!("llmd-listener-{name}-{}.sock", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).unwrap();
-        let arrivals = Arc::new(Mutex::new(Vec::new()));
-        let (sender, jobs) = mpsc::sync_channel(16);
-        let (table, draining) = (Arc::new(SessionTable::default()), Arc::new(AtomicBool::new(false)));
-        let outlets = Outlets {
-            arrivals: {
-                let arrivals = Arc::clone(&arrivals);
-                Box::new(move |arrival| arrivals.lock().unwrap().push(arrival))
-            },
-            jobs: sender,
-            table: Arc::clone(&table),
-            metrics: Arc::new(Metrics::new(16)),
-            draining: Arc::clone(&draining),
-        };
+        let (outlets, arrivals, jobs) = outlets();
+        let (table, draining) = (Arc::clone(&outlets.table), Arc::clone(&outlets.draining));
         let handle = Some(spawn(listener, limits, outlets).unwrap());
         Self { path, arrivals, jobs, table, draining, handle }
     }
@@ -103,10 +107,11 @@ fn what_the_engine_condemns_is_closed_and_its_client_told() {
     shared.condemn("for another reason");
     assert_eq!(shared.condemned(), Some("it must go"));
     socket.stop_listening();
-    room.arrival(|arrival| match arrival {
-        Arrival::Closed { session } => Some(assert_eq!(*session, shared.key)),
+    let closed = room.arrival(|arrival| match arrival {
+        Arrival::Closed { session } => Some(*session),
         _ => None,
     });
+    assert_eq!(closed, shared.key);
     assert!(client.socket.wait(Some(PATIENCE)).unwrap().hung_up);
     assert_eq!(client.completions.state(), Some(SessionState::Closed));
     assert!(room.table.is_empty());
@@ -166,4 +171,69 @@ fn a_client_that_goes_cancels_what_is_on_its_way() {
     client.socket.hang_up();
     room.arrival(|arrival| matches!(arrival, Arrival::Closed { .. }).then_some(()));
     assert!(job.cancelled.load(Ordering::Relaxed));
+}
+
+/// With the thread's work done by hand, so that its order is known.
+#[test]
+fn a_client_that_fills_its_ring_and_rings_on_has_one_turn_a_round() {
+    let path = std::env::temp_dir().join(format!("llmd-listener-turns-{}.sock", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    let stop = EventFd::new().unwrap();
+    let (outlets, arrivals, _jobs) = outlets();
+    let mut sessions = Sessions::new(UnixListener::bind(&path).unwrap(), LIMITS, outlets, &stop).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    llmd_protocol::handshake::send_hello(&theirs, Hello { submission_slots: 256, ..Hello::default() }).unwrap();
+    let token = sessions.next_key;
+    sessions.begin_handshake(ours);
+    sessions.socket_event(token);
+    let mut client = llmd_protocol::handshake::receive_welcome(theirs, PATIENCE).unwrap().map().unwrap();
+    let cancels = || arrivals.lock().unwrap().iter().filter(|a| matches!(a, Arrival::Cancelled { .. })).count();
+    let turn = SUBMISSIONS_PER_TURN as usize;
+    (0..256).for_each(|request| assert!(client.submissions.cancel(request).unwrap()));
+    for _ in 0..5 {
+        client.socket.ring();
+        sessions.socket_event(token);
+    }
+    assert_eq!((sessions.ready.len(), cancels()), (1, turn), "one turn, however often it rings");
+    for round in 2..=4 {
+        client.socket.ring();
+        sessions.socket_event(token);
+        sessions.turns();
+        assert_eq!(cancels(), round * turn);
+        assert!(sessions.ready.len() <= 1);
+    }
+    sessions.turns();
+    assert!(sessions.ready.is_empty(), "it is parked");
+}
+
+/// A handshake in which nothing is said gives its place to another when it dawdles, and one that has been said does not.
+#[test]
+fn a_dawdling_handshake_makes_room() {
+    let path = std::env::temp_dir().join(format!("llmd-listener-room-{}.sock", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    let stop = EventFd::new().unwrap();
+    let (outlets, _arrivals, _jobs) = outlets();
+    let mut sessions = Sessions::new(UnixListener::bind(&path).unwrap(), LIMITS, outlets, &stop).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert!(!sessions.make_room(), "there is none to end");
+    let begin = |sessions: &mut Sessions| {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        sessions.begin_handshake(ours);
+        theirs
+    };
+    let (early, silent) = (begin(&mut sessions), begin(&mut sessions));
+    assert!(!sessions.make_room(), "they have only just begun");
+    std::thread::sleep(DAWDLING);
+    llmd_protocol::handshake::send_hello(&early, Hello::default()).unwrap();
+    // The oldest has said what it wants meanwhile: it becomes a session, which is room too.
+    assert!(sessions.make_room());
+    assert_eq!((sessions.handshakes.len(), sessions.open.len()), (1, 1));
+    assert!(sessions.make_room());
+    assert_eq!((sessions.handshakes.len(), sessions.open.len()), (0, 1));
+    assert!(llmd_protocol::handshake::receive_welcome(early, PATIENCE).is_ok());
+    match llmd_protocol::handshake::receive_welcome(silent, PATIENCE) {
+        Err(ConnectError::Refused { refusal, .. }) => assert_eq!(refusal, Refused::TimedOut),
+        other => panic!("{other:?}"),
+    }
 }

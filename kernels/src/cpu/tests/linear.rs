@@ -57,8 +57,16 @@ fn check(activations: Activations) {
         let x = random.normals(rows * columns);
         let bias = random.normals(outputs);
         let bias_bytes: Vec<u8> = bias.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let is_integer = activations == Activations::Int8 && ty.block_elements() > 1;
-        let seen = if is_integer { rounded(&x, columns) } else { x.clone() };
+        let seen = match activations {
+            _ if ty.block_elements() == 1 => x.clone(),
+            Activations::Int8 => rounded(&x, columns),
+            Activations::Int16 => {
+                let coarse = rounded(&x, columns);
+                let rest: Vec<f32> = x.iter().zip(&coarse).map(|(x, coarse)| x - coarse).collect();
+                coarse.iter().zip(rounded(&rest, columns)).map(|(coarse, fine)| coarse + fine).collect()
+            }
+            Activations::F32 => x.clone(),
+        };
         let want = reference::linear(&seen, &dequantized(ty, &matrix, outputs, columns), Some(&bias), columns);
         for mut device in devices(1, activations, KvType::Bf16) {
             let name = format!("{} {} ({rows}, {columns}) -> {outputs}", device.isa(), ty.name());
@@ -87,6 +95,11 @@ fn products_with_rounded_activations() {
 }
 
 #[test]
+fn products_with_activations_rounded_twice() {
+    check(Activations::Int16);
+}
+
+#[test]
 fn products_with_exact_activations() {
     check(Activations::F32);
 }
@@ -107,6 +120,11 @@ fn rounding_activations_costs_what_is_documented() {
             let weight = device.weight(WeightType::Q4_1, outputs, columns, &matrix).expect("a weight");
             let error = relative_error(&product(&mut device, &weight, None, &x, columns), &want);
             assert!(error > 1e-4 && error < limit, "{} outliers {outliers}: {error}", device.isa());
+        }
+        for mut device in devices(1, Activations::Int16, KvType::Bf16) {
+            let weight = device.weight(WeightType::Q4_1, outputs, columns, &matrix).expect("a weight");
+            let error = relative_error(&product(&mut device, &weight, None, &x, columns), &want);
+            assert!(error < limit / 200.0, "{} outliers {outliers}, two planes: {error}", device.isa());
         }
     }
 }
@@ -140,7 +158,7 @@ fn several_outputs_share_the_input() {
 #[test]
 fn rows_of_a_table_are_exact() {
     let mut random = Random::new(10);
-    for activations in [Activations::Int8, Activations::F32] {
+    for activations in [Activations::Int8, Activations::Int16, Activations::F32] {
         for ty in WeightType::ALL {
             let (rows, columns) = (75, 256);
             let matrix = random_matrix(&mut random, ty, rows, columns);
