@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum GgufError {
     /// The file could not be opened or mapped.
-    #[error("cannot read the file: {source}; give the path of a GGUF file that this user may read")]
+    #[error("cannot read {}: {source}; give the path of a GGUF file that this user may read", path.display())]
     Io { path: PathBuf, source: std::io::Error },
     /// The first four bytes are not "GGUF".
     #[error("not a GGUF file: it begins with \"{}\", not with \"GGUF\"; convert the model to GGUF first", found.escape_ascii())]
