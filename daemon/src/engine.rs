@@ -109,6 +109,7 @@ struct Turn {
     batch: ForwardBatch,
     streams: Streams,
     sampled: Vec<(SequenceId, u32)>,
+    /// Sequences that were in a step and have ended since the last one was recorded, in it or between two.
     finished: Vec<SequenceId>,
     /// Sequences whose text has met a stop string in this step.
     stopped: Vec<SequenceId>,
@@ -126,7 +127,9 @@ impl Turn {
                     self.engine.outbox.publish();
                     self.observe_load();
                     let spilling = self.engine.outbox.is_spilling();
-                    if self.engine.draining.load(Ordering::Relaxed) && self.engine.scheduler.drained() && !spilling {
+                    // Requests may still be with the intake: each gets its answer, if only a refusal.
+                    let answered = !spilling && self.engine.scheduler.drained() && self.engine.outbox.in_flight() == 0;
+                    if answered && self.engine.draining.load(Ordering::Relaxed) {
                         return Some(Outcome::Drained);
                     }
                     let event = if spilling || self.engine.scheduler.sequences_live() > 0 {
@@ -218,6 +221,10 @@ impl Turn {
 
     /// One step: plan -> batch -> forward -> sample -> commit -> text -> outbox.
     fn step(&mut self) -> Result<(), BackendError> {
+        // Only steps that compute are numbered: the step log has no gaps but those it speaks of.
+        if !self.engine.scheduler.has_work() {
+            return Ok(());
+        }
         let started = Instant::now();
         let plan = self.engine.scheduler.plan();
         self.engine.metrics.preempted(plan.preempted.len());
@@ -232,18 +239,15 @@ impl Turn {
         self.compute(&plan)?;
         let mut committed = self.engine.scheduler.commit(&plan, &self.sampled);
         let now = Instant::now();
-        self.finished.clear();
         for token in &committed.tokens {
             self.deliver(token.id, token.token, token.finished, now);
         }
         for ended in committed.ended.drain(..) {
-            self.finished.push(ended.sequence.id);
             self.close(ended, now);
         }
         // Stop strings are found in the text, after the scheduler has taken the token in; the sequence leaves in this
         // same step all the same.
         while let Some(id) = self.stopped.pop() {
-            self.finished.push(id);
             self.finish(id, FinishReason::StopString);
         }
         self.engine.metrics.step(StepSample {
@@ -257,6 +261,7 @@ impl Turn {
         if let Some(log) = &mut self.engine.step_log {
             log.record(&plan, started.elapsed(), self.engine.scheduler.waiting_len(), &self.finished);
         }
+        self.finished.clear();
         self.engine.scheduler.recycle_committed(committed);
         self.engine.scheduler.recycle(plan);
         Ok(())
@@ -336,6 +341,9 @@ impl Turn {
         let Ended { sequence, mut reason } = ended;
         let mut stream = self.streams.remove(sequence.id);
         let (session, request) = (stream.session, stream.request);
+        if stream.admitted.is_some() {
+            self.finished.push(sequence.id);
+        }
         if stream.text.stopped() {
             // The last token allowed completed a stop string: that is what the client asked to be told.
             reason = FinishReason::StopString;

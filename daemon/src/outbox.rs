@@ -147,6 +147,12 @@ impl Outbox {
         self.lanes.get(&key).is_some_and(|lane| lane.suspended)
     }
 
+    /// Requests of all open sessions that were taken from a ring and have not ended, wherever they are now.
+    pub fn in_flight(&self) -> u64 {
+        let open = self.lanes.values().filter(|lane| !lane.closed);
+        open.map(|lane| u64::from(lane.shared.in_flight.load(Ordering::Relaxed))).sum()
+    }
+
     /// Counts delivered tokens for `llmctl status`.
     pub fn count_tokens(&self, key: SessionKey, tokens: u64) {
         if let Some(lane) = self.lanes.get(&key) {

@@ -72,7 +72,8 @@ impl StepLog {
         Ok((Self { sender, dropped: 0 }, thread))
     }
 
-    /// Records a step that took `elapsed`, after which `finished` had ended and `waiting` still queued.
+    /// Records a step that took `elapsed`, after which `waiting` still queued. `finished` are those that have ended since
+    /// the step before, with this one or by a client's wish before it was planned.
     pub fn record(&mut self, plan: &StepPlan, elapsed: Duration, waiting: usize, finished: &[SequenceId]) {
         let line = Line {
             step: plan.step,

@@ -20,7 +20,7 @@ pub struct Step {
     pub admitted: Vec<String>,
     /// Sequences that lost their blocks while this step was planned.
     pub preempted: Vec<String>,
-    /// Sequences that ended with this step.
+    /// Sequences that ended with this step, or before it was planned (cancelled, or their client gone).
     pub finished: Vec<String>,
     /// Rows computed for nobody (static scheduling only).
     pub padding_rows: u64,
@@ -85,6 +85,11 @@ pub fn check_continuous(steps: &[Step]) -> Result<Movement, String> {
         let entries: BTreeMap<&str, &Entry> = step.entries.iter().map(|e| (e.sequence.as_str(), e)).collect();
         if entries.len() != step.entries.len() {
             return Err(format!("step {number} has a sequence twice"));
+        }
+        // Who ended between two steps is in no step after that.
+        for sequence in step.finished.iter().filter(|sequence| !entries.contains_key(sequence.as_str())) {
+            live.remove(sequence.as_str());
+            decoding.remove(sequence.as_str());
         }
         let others_compute = live.iter().any(|sequence| entries.contains_key(sequence));
         for sequence in &step.admitted {
@@ -164,6 +169,18 @@ mod tests {
         let mut padded = [step(1, &[("a", 5, true)], &["a"], &[])];
         padded[0].padding_rows = 1;
         assert!(check_continuous(&padded).unwrap_err().contains("padding"));
+    }
+
+    #[test]
+    fn who_is_cancelled_between_two_steps_is_not_left_out() {
+        let mut steps = [
+            step(1, &[("a", 5, true), ("b", 5, true)], &["a", "b"], &[]),
+            step(2, &[("b", 1, true)], &[], &["a"]),
+            step(3, &[("b", 1, true)], &[], &["b"]),
+        ];
+        assert_eq!(check_continuous(&steps).map(|movement| movement.left_in_flight), Ok(1));
+        steps[1].finished.clear();
+        assert!(check_continuous(&steps).unwrap_err().contains("leaves out a"));
     }
 
     #[test]

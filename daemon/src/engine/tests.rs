@@ -69,6 +69,10 @@ struct Running {
 }
 
 fn start() -> Running {
+    start_with(None)
+}
+
+fn start_with(step_log: Option<StepLog>) -> Running {
     let metrics = Arc::new(Metrics::new(16));
     let (notifier, _) = Notifier::spawn(Arc::clone(&metrics)).unwrap();
     let tokenizer = Arc::new(Tokenizer::build(&crate::intake::tests::source(Some(1), "")).unwrap());
@@ -90,7 +94,7 @@ fn start() -> Running {
         tokenizer,
         outbox: Outbox::new(notifier, Arc::clone(&metrics), LIMITS),
         metrics,
-        step_log: None,
+        step_log,
         draining: Arc::new(AtomicBool::new(false)),
     };
     let (events, received) = mpsc::sync_channel(EVENTS_MAX);
@@ -242,4 +246,54 @@ fn a_refusal_is_never_taken_for_the_end_of_another_request() {
     while let Some(slot) = ring.completions.pop().unwrap() {
         assert!(!slot.is_terminal(), "{slot:?}");
     }
+}
+
+/// A drain that ends while a request is being read: nobody would ever tell its client.
+#[test]
+fn a_drain_waits_for_what_is_still_being_read() {
+    let engine = start();
+    let (session, mut ring) = engine.session(1);
+    // Taken from the ring, and with the intake's workers.
+    session.in_flight.fetch_add(1, Ordering::Relaxed);
+    engine.events.send(Event::Drain).ok().unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let refusal = Refusal::new(Reject::Malformed, "nonsense");
+    let verdict = Event::Intake(Verdict::Refused { session: session.key, request: 7, refusal });
+    assert!(engine.events.send(verdict).is_ok(), "the loop has ended");
+    assert_eq!(end_of(&mut ring, 7).1, Completion::Error { number: Reject::Malformed.number() });
+    assert_eq!(engine.thread.join().unwrap().unwrap(), Outcome::Drained);
+}
+
+#[test]
+fn the_step_log_counts_on_while_nothing_runs_and_names_who_was_cancelled() {
+    let path = std::env::temp_dir().join(format!("llmd-engine-steps-{}.jsonl", std::process::id()));
+    let (log, writer) = StepLog::create(&path).unwrap();
+    let engine = start_with(Some(log));
+    let (slow, mut ring) = engine.session(1);
+    engine.submit(&slow, 1, 3000);
+    // Set aside: the engine looks after it again and again and computes nothing.
+    std::thread::sleep(Duration::from_millis(60));
+    assert_eq!(end_of(&mut ring, 1).0, 3000);
+    engine.submit(&slow, 2, 50_000);
+    wait_until("it runs", || slow.output_tokens.load(Ordering::Relaxed) > 3000);
+    engine.events.send(Event::Session(Arrival::Cancelled { session: slow.key, request: 2 })).ok().unwrap();
+    assert!(matches!(end_of(&mut ring, 2).1, Completion::Done { reason: message::FinishReason::Cancelled, .. }));
+    engine.submit(&slow, 3, 1);
+    end_of(&mut ring, 3);
+    assert_eq!(engine.drain(), Outcome::Drained);
+    writer.join().unwrap();
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let steps: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let numbers: Vec<u64> = steps.iter().map(|step| step["step"].as_u64().unwrap()).collect();
+    assert_eq!(numbers, (1..=steps.len() as u64).collect::<Vec<_>>());
+    let names = |key: &str| -> Vec<String> {
+        let all = steps.iter().flat_map(|step| step[key].as_array().unwrap());
+        all.map(|name| name.as_str().unwrap().to_owned()).collect()
+    };
+    // The first was admitted again after it had been set aside.
+    let mut admitted = names("admitted");
+    admitted.dedup();
+    assert_eq!(admitted.len(), 3);
+    assert_eq!(names("finished"), admitted, "each ends in the log, once");
 }
