@@ -3,7 +3,8 @@
 //! Order of the start: what systemd passed is taken; flags, environment and file become settings; the log begins; sockets are
 //! bound (clients that connect meanwhile wait in the backlog); control answers "loading"; the model is loaded; the engine
 //! starts; READY. SIGTERM or SIGINT drains: what runs is finished within the bound, what is new is refused, then the process
-//! ends with 0. Exit codes: 0 drained, 1 failed (or cut off what ran), 2 wrong usage.
+//! ends with 0. A second signal cuts off what still runs; one that comes while the model is loaded ends the process at once,
+//! for nobody is served yet. Exit codes: 0 drained, 1 failed (or cut off what ran), 2 wrong usage.
 #![forbid(unsafe_code)]
 
 use std::error::Error;
@@ -11,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use llmd::config::{self, ConfigError, MetricsAddress, Settings, Surroundings};
 use llmd::control::{self, ControlOptions};
@@ -23,7 +24,7 @@ use llmd::logging;
 use llmd::metrics::{Metrics, State};
 use llmd::notifier::Notifier;
 use llmd::outbox::{Outbox, OutboxLimits};
-use llmd::serve;
+use llmd::serve::{self, Loaded};
 use llmd::sessions::SessionTable;
 use llmd::sessions::listener::{self, Outlets, SessionLimits};
 use llmd::step_log::StepLog;
@@ -33,6 +34,18 @@ use sd_notify::NotifyState;
 /// Threads that tokenize. One keeps up with thousands of requests a second; the second keeps a megabyte-long prompt from
 /// holding up a short one.
 const INTAKE_THREADS: usize = 2;
+
+/// What the main thread waits for.
+enum Wake {
+    /// SIGTERM or SIGINT.
+    Signal,
+    /// Standard input has ended, which was asked to mean the same; but it never counts as a second signal.
+    StdinEnded,
+    /// The model is loaded, or cannot be.
+    Loaded(Box<Result<Loaded, String>>),
+    /// The engine's loop has ended, for whatever reason.
+    EngineEnded,
+}
 
 fn main() -> ExitCode {
     let passed = match Passed::take() {
@@ -52,7 +65,7 @@ fn main() -> ExitCode {
         print!("{}", settings.to_toml());
         return ExitCode::SUCCESS;
     }
-    // Blocked in every thread from here on, so that only the wait below sees them.
+    // Blocked in every thread from here on, so that only the thread that waits for them sees them.
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGTERM);
     signals.add(Signal::SIGINT);
@@ -64,13 +77,15 @@ fn main() -> ExitCode {
         Err(error) => return usage(&format!("llmd: cannot log: {error}")),
     };
     end_with_any_thread();
+    let (wakes, woken) = mpsc::channel();
+    watch_signals(signals, wakes.clone());
     if told.stop_on_stdin_eof {
-        watch_stdin();
+        watch_stdin(wakes.clone());
     }
-    let code = match run(&settings, passed, &signals) {
+    let code = match run(&settings, passed, wakes, &woken) {
         Ok(Outcome::Drained) => ExitCode::SUCCESS,
         Ok(Outcome::Stopped { cut_off }) => {
-            log::warn!("{cut_off} requests were cut off: they did not end within drain_timeout");
+            log::warn!("{cut_off} requests were cut off: they did not end in time");
             ExitCode::FAILURE
         }
         Err(error) => {
@@ -111,19 +126,84 @@ fn end_with_any_thread() {
     }));
 }
 
-/// Turns the end of standard input into SIGTERM.
-fn watch_stdin() {
-    let watch = || {
+/// Tells the main thread of every SIGTERM and SIGINT.
+fn watch_signals(signals: SigSet, wakes: mpsc::Sender<Wake>) {
+    watch("llmd-signals", move || while signals.wait().is_ok() && wakes.send(Wake::Signal).is_ok() {});
+}
+
+/// Tells the main thread when standard input ends.
+fn watch_stdin(wakes: mpsc::Sender<Wake>) {
+    watch("llmd-stdin", move || {
         let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-        // Raising a signal at ourselves cannot fail.
-        let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), Signal::SIGTERM);
-    };
-    if let Err(error) = thread::Builder::new().name("llmd-stdin".into()).spawn(watch) {
-        log::error!("cannot watch standard input: {error}");
+        // An error says that the process is at its end anyway.
+        let _ = wakes.send(Wake::StdinEnded);
+    });
+}
+
+/// A thread that nobody joins: it ends with the process.
+fn watch(name: &str, work: impl FnOnce() + Send + 'static) {
+    if let Err(error) = thread::Builder::new().name(name.into()).spawn(work) {
+        // A daemon that cannot be told to stop must not run.
+        panic!("cannot start the thread {name}: {error}");
     }
 }
 
-fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome, Box<dyn Error>> {
+/// Loads the model while listening for signals: a large one takes minutes. None: the process was told to stop first.
+fn load(
+    settings: &Settings,
+    wakes: mpsc::Sender<Wake>,
+    woken: &mpsc::Receiver<Wake>,
+) -> Result<Option<Loaded>, Box<dyn Error>> {
+    let settings = settings.clone();
+    thread::Builder::new().name("llmd-load".into()).spawn(move || {
+        let progress = &mut |done: u64, total: u64| {
+            let percent = done * 100 / total.max(1);
+            let _ = sd_notify::notify(&[NotifyState::Status(&format!("loading weights: {percent} %"))]);
+        };
+        let loaded = serve::load(&settings, progress).map_err(|error| error.to_string());
+        let _ = wakes.send(Wake::Loaded(Box::new(loaded)));
+    })?;
+    match woken.recv()? {
+        Wake::Loaded(loaded) => Ok(Some((*loaded)?)),
+        Wake::Signal | Wake::StdinEnded | Wake::EngineEnded => Ok(None),
+    }
+}
+
+/// Waits until the process is told to stop, then until the engine has ended or must be cut off.
+fn serve_until_told(
+    settings: &Settings,
+    woken: &mpsc::Receiver<Wake>,
+    events: &mpsc::SyncSender<Event>,
+    drains: impl FnOnce(),
+) {
+    if let Ok(Wake::EngineEnded) = woken.recv() {
+        return;
+    }
+    log::info!("draining: what runs is finished, for at most {:?}", settings.drain_timeout);
+    drains();
+    let _ = events.send(Event::Drain);
+    let deadline = Instant::now() + settings.drain_timeout;
+    loop {
+        match woken.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(Wake::EngineEnded) => return,
+            Ok(Wake::StdinEnded | Wake::Loaded(_)) => {}
+            Ok(Wake::Signal) => {
+                log::warn!("told to stop a second time: what still runs is cut off");
+                break;
+            }
+            Err(_) => break,
+        }
+    }
+    // An error says that the engine has just ended.
+    let _ = events.send(Event::Stop);
+}
+
+fn run(
+    settings: &Settings,
+    passed: Passed,
+    wakes: mpsc::Sender<Wake>,
+    woken: &mpsc::Receiver<Wake>,
+) -> Result<Outcome, Box<dyn Error>> {
     let began = Instant::now();
     let metrics = Arc::new(Metrics::new(BLOCK_TOKENS));
     metrics.set_state(State::Loading);
@@ -169,9 +249,10 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
         block_tokens: BLOCK_TOKENS,
     })?;
 
-    let loaded = serve::load(settings, &mut |done, total| {
-        let _ = sd_notify::notify(&[NotifyState::Status(&format!("loading weights: {} %", done * 100 / total.max(1)))]);
-    })?;
+    let Some(loaded) = load(settings, wakes.clone(), woken)? else {
+        log::info!("told to stop while the model was being loaded");
+        return Ok(Outcome::Drained);
+    };
     metrics.set_model(&loaded.info.model.name);
     log::info!(
         "{}: {} parameters, {}, on {}; {} blocks of {BLOCK_TOKENS} tokens ({:.0} MiB) of key-value cache",
@@ -213,8 +294,7 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
     };
     let engine_thread = thread::Builder::new().name("llmd-engine".into()).spawn(move || {
         let ended = engine.run(&engine_events);
-        // Whatever the reason, the process is at its end: wake the wait for signals.
-        let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), Signal::SIGTERM);
+        let _ = wakes.send(Wake::EngineEnded);
         ended
     })?;
     let limits = SessionLimits {
@@ -242,21 +322,11 @@ fn run(settings: &Settings, passed: Passed, signals: &SigSet) -> Result<Outcome,
         None => log::info!("ready after {:.2} s on the socket that was passed", began.elapsed().as_secs_f64()),
     }
 
-    signals.wait()?;
-    if !engine_thread.is_finished() {
-        log::info!("draining: what runs is finished, for at most {:?}", settings.drain_timeout);
+    serve_until_told(settings, woken, &events, || {
         metrics.set_state(State::Draining);
         draining.store(true, Ordering::Relaxed);
         let _ = sd_notify::notify(&[NotifyState::Stopping, NotifyState::Status("draining")]);
-        let _ = events.send(Event::Drain);
-        let deadline = Instant::now() + settings.drain_timeout;
-        while !engine_thread.is_finished() && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(5));
-        }
-        if !engine_thread.is_finished() {
-            let _ = events.send(Event::Stop);
-        }
-    }
+    });
     let ended = engine_thread.join().map_err(|_| "the engine thread panicked")?;
     sessions.stop();
     if let Some(thread) = step_log_thread {

@@ -75,6 +75,11 @@ impl Setup {
         daemon
     }
 
+    /// Starts it and does not wait.
+    pub fn start_unready(&self) -> Daemon {
+        self.spawn(Folder::new(), Command::new(program("LLMD_BIN", "llmd")))
+    }
+
     /// Has `systemd-socket-activate` open both sockets and start the daemon, with the sockets as descriptors under these
     /// names, when the first connection comes; waits until it is ready.
     pub fn start_by_socket_activation(&self, names: &str) -> Daemon {

@@ -2,9 +2,9 @@
 //! model for something only a real one knows.
 
 use llmd_client::{Error, Event};
-use llmd_protocol::control::Status;
+use llmd_protocol::control::{self, DaemonState, Status};
 use llmd_protocol::message::{FinishReason, GenerateRequest, Prompt, Reject, SamplingParams};
-use llmd_tests::daemon::{Daemon, Setup, default_model, wait_until};
+use llmd_tests::daemon::{Daemon, PATIENCE, Setup, default_model, wait_until};
 use llmd_tests::load::{self, Mix, Report};
 use llmd_tests::step_log;
 use nix::sys::signal::Signal;
@@ -282,6 +282,35 @@ fn sigterm_finishes_what_runs_and_refuses_what_comes() {
     }
     assert_eq!((reason, tokens), (Some(FinishReason::Length), 3000));
     assert!(daemon.wait().success(), "drained and ended with 0");
+}
+
+#[test]
+fn a_second_signal_cuts_off_what_runs() {
+    let mut daemon = Setup::slow().start();
+    let client = daemon.client();
+    let mut generation = client.generate(Mix::tiny(9, 20..=20, 4000..=4000).request(0)).expect("submitted");
+    assert!(generation.next().is_some_and(|event| event.is_ok()));
+    daemon.signal(Signal::SIGTERM);
+    wait_until("it drains", || daemon.log().contains("draining"));
+    daemon.signal(Signal::SIGINT);
+    assert_eq!(daemon.wait().code(), Some(1), "something was cut off");
+    assert!(daemon.log().contains("1 requests were cut off"), "{}", daemon.log());
+    assert!(generation.last().is_some_and(|last| matches!(last, Err(Error::Disconnected))));
+}
+
+#[test]
+fn a_signal_while_the_model_is_loaded_ends_the_daemon_at_once() {
+    let model = std::env::temp_dir().join(format!("llmd-t-fifo-{}.gguf", std::process::id()));
+    let _ = std::fs::remove_file(&model);
+    // Opening it waits for a writer that never comes: a model that takes for ever to load.
+    nix::unistd::mkfifo(&model, nix::sys::stat::Mode::S_IRWXU).expect("a FIFO");
+    let mut daemon = Setup::file(&model).start_unready();
+    wait_until("it answers", || control::status(&daemon.control(), PATIENCE).is_ok());
+    assert_eq!(daemon.status().state, DaemonState::Loading);
+    daemon.signal(Signal::SIGTERM);
+    assert!(daemon.wait().success(), "nobody was cut off");
+    assert!(!daemon.socket().exists() && !daemon.control().exists(), "the sockets are removed");
+    let _ = std::fs::remove_file(&model);
 }
 
 #[test]
