@@ -63,7 +63,8 @@ impl Generation {
         if let Some(over) = self.over() {
             return Poll::Ready(over);
         }
-        match self.inbox.take(Some(Instant::now() + timeout)) {
+        // A time too far away to be said is for ever.
+        match self.inbox.take(Instant::now().checked_add(timeout)) {
             Some(event) => Poll::Ready(Some(self.seen(event))),
             None => Poll::Pending,
         }

@@ -224,6 +224,9 @@ fn dropping_cancels_and_so_does_cancel() {
     let mut generation = client.generate(text("wait")).unwrap();
     assert_eq!(generation.next().unwrap().unwrap(), Event::Accepted { prompt_tokens: 1 });
     assert!(generation.next_within(Duration::from_millis(10)).is_pending());
+    let mut short = client.generate(text("short")).unwrap();
+    assert!(short.next_within(Duration::MAX).is_ready());
+    drop(short.text());
     let id = generation.id();
     drop(generation);
     assert_eq!(daemon.cancels.recv_timeout(Duration::from_secs(5)), Ok(id));
