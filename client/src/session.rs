@@ -50,6 +50,7 @@ impl Drop for SessionHandle {
 pub(crate) struct Session {
     pid: u32,
     requests_max: usize,
+    submit_timeout: Duration,
     socket: SessionSocket,
     submissions: Mutex<SubmissionProducer>,
     /// Cancels still to be sent; at most one for each request in flight.
@@ -97,10 +98,15 @@ pub(crate) enum NotBegun {
 impl Session {
     /// Takes a mapped session over and starts its reading thread.
     pub(crate) fn start(ends: ClientSession) -> Result<SessionHandle, Error> {
+        Self::start_with(ends, SUBMIT_TIMEOUT)
+    }
+
+    fn start_with(ends: ClientSession, submit_timeout: Duration) -> Result<SessionHandle, Error> {
         let ClientSession { terms, socket, submissions, completions } = ends;
         let session = Arc::new(Self {
             pid: std::process::id(),
             requests_max: terms.geometry.requests_in_flight() as usize,
+            submit_timeout,
             socket,
             submissions: Mutex::new(submissions),
             cancels: Mutex::default(),
@@ -173,20 +179,24 @@ impl Session {
         let begun = Instant::now();
         let (mut sent, mut pause) = (0, PAUSE.0);
         loop {
-            sent = submissions.submit(id, payload, sent).map_err(|e| self.broken(e))?;
-            if sent == payload.len() {
-                return Ok(());
+            // Cancels first: one may abandon a request that timed out between its parts, and another must not begin
+            // before the daemon knows.
+            if self.flush_cancels(&mut submissions).map_err(|e| self.broken(e))? {
+                sent = submissions.submit(id, payload, sent).map_err(|e| self.broken(e))?;
+                if sent == payload.len() {
+                    return Ok(());
+                }
             }
             if self.has_ended() {
                 return Err(NotBegun::SessionEnded);
             }
-            if begun.elapsed() > SUBMIT_TIMEOUT {
+            if begun.elapsed() > self.submit_timeout {
                 if sent > 0 {
                     // The daemon holds the parts that came; this frees them.
                     lock(&self.cancels).push_back(id);
                 }
                 lock(&self.requests).open.remove(&id);
-                return Err(NotBegun::Failed(Error::TimedOut(SUBMIT_TIMEOUT)));
+                return Err(NotBegun::Failed(Error::TimedOut(self.submit_timeout)));
             }
             thread::sleep(pause);
             pause = (pause * 2).min(PAUSE.1);
@@ -209,15 +219,23 @@ impl Session {
             let Ok(mut submissions) = self.submissions.try_lock() else {
                 return;
             };
-            let mut cancels = lock(&self.cancels);
-            while let Some(&id) = cancels.front() {
-                match submissions.cancel(id) {
-                    Ok(true) => cancels.pop_front(),
-                    // No room, or a broken session: the reading thread tries again while something comes.
-                    Ok(false) | Err(_) => return,
-                };
+            // No room, or a broken session: the reading thread tries again while something comes.
+            if !self.flush_cancels(&mut submissions).unwrap_or(false) {
+                return;
             }
         }
+    }
+
+    /// Sends waiting cancels as far as there is room. True: none waits any more.
+    fn flush_cancels(&self, submissions: &mut SubmissionProducer) -> Result<bool, BadIndex> {
+        let mut cancels = lock(&self.cancels);
+        while let Some(&id) = cancels.front() {
+            if !submissions.cancel(id)? {
+                return Ok(false);
+            }
+            cancels.pop_front();
+        }
+        Ok(true)
     }
 
     /// The reading thread.
@@ -311,4 +329,40 @@ impl Requests {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing panics while holding one of these locks half-way through a change.
     mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use llmd_protocol::handshake::{self, Handshake, Hello, Progress};
+    use llmd_protocol::session::Submission;
+
+    use super::*;
+
+    #[test]
+    fn a_request_that_timed_out_between_its_parts_is_abandoned_before_another_begins() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut handshake = Handshake::new(ours).unwrap();
+        let hello = Hello { submission_slots: 8, arena_bytes: 16 * 1024, ..Hello::default() };
+        handshake::send_hello(&theirs, hello).unwrap();
+        assert!(matches!(handshake.readable(), Progress::Hello(_)));
+        let mut daemon = handshake.welcome(1, 1).unwrap();
+        let ends = handshake::receive_welcome(theirs, Duration::from_secs(5)).unwrap().map().unwrap();
+        let session = Session::start_with(ends, Duration::from_millis(50)).unwrap();
+
+        // So many that parts fill the ring: the cancel finds no room.
+        let small: Vec<u32> = (0..6).map(|_| session.begin(&[1]).ok().unwrap().0).collect();
+        let large = vec![2; 64 * 1024];
+        assert!(matches!(session.begin(&large), Err(NotBegun::Failed(Error::TimedOut(_)))));
+        assert_eq!(lock(&session.cancels).len(), 1, "the ring is full");
+        let mut taken = |count: usize| -> Vec<Submission> {
+            let next = || daemon.submissions.next().expect("nothing that an honest client does not do");
+            std::iter::from_fn(next).take(count).collect()
+        };
+        assert_eq!(taken(8).len(), small.len());
+        let (last, _) = session.begin(&[3]).ok().unwrap();
+        let abandoned = Submission::Cancel { request_id: last - 1 };
+        assert_eq!(taken(8), [abandoned, Submission::Submit { request_id: last, payload: vec![3] }]);
+    }
 }
