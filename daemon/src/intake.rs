@@ -13,7 +13,7 @@ use std::time::Instant;
 use llmd_protocol::message::{GenerateRequest, Prompt, Reject};
 
 use crate::sequence::{NewSequence, Sampling};
-use crate::sessions::{Job, Refusal, SessionKey};
+use crate::sessions::{Job, Refusal, SessionKey, random};
 use crate::text::chat_template::ChatTemplate;
 use crate::text::tokenizer::Tokenizer;
 
@@ -116,7 +116,7 @@ impl Intake {
             repetition_penalty: params.repetition_penalty,
             presence_penalty: params.presence_penalty,
             frequency_penalty: params.frequency_penalty,
-            seed: params.seed.unwrap_or_else(random_seed),
+            seed: params.seed.unwrap_or_else(random),
             max_tokens: params.max_tokens,
             min_tokens: params.min_tokens,
             stop_token_ids,
@@ -176,12 +176,6 @@ impl Intake {
         use std::hash::BuildHasher;
         self.salt.hash_one(uid)
     }
-}
-
-fn random_seed() -> u64 {
-    use std::hash::BuildHasher;
-    // RandomState's keys come from the system's random numbers and differ from call to call.
-    std::hash::RandomState::new().hash_one(0u8)
 }
 
 /// Starts `threads` workers that share the queue behind `jobs` and give every request's verdict to `answer`. They end when

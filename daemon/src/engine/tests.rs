@@ -116,19 +116,7 @@ impl Running {
 
     fn submit(&self, session: &SessionShared, request: u32, max_tokens: u32) {
         session.in_flight.fetch_add(1, Ordering::Relaxed);
-        let sampling = Sampling {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            seed: 1,
-            max_tokens,
-            min_tokens: 0,
-            stop_token_ids: vec![],
-        };
+        let sampling = Sampling { seed: 1, ..Sampling::greedy(max_tokens) };
         let submission = Submission {
             session: session.key,
             request,

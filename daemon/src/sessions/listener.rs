@@ -27,7 +27,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use crate::metrics::Metrics;
 use crate::sessions::connects::{Complaints, ConnectRate};
 use crate::sessions::session::{Session, Taken, Turn};
-use crate::sessions::{Arrival, Job, Opened, Refusal, SessionKey, SessionShared, SessionTable, Unread};
+use crate::sessions::{Arrival, Job, Opened, Refusal, SessionKey, SessionShared, SessionTable, Unread, random};
 
 /// Connections accepted before sessions have their turn again.
 const ACCEPTS_PER_TURN: usize = 16;
@@ -439,12 +439,6 @@ impl Outlets {
 fn is_exhausted(errno: i32) -> bool {
     use nix::errno::Errno;
     matches!(Errno::from_raw(errno), Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::ENOBUFS)
-}
-
-fn random() -> u64 {
-    use std::hash::BuildHasher;
-    // RandomState's keys come from the system's random numbers.
-    std::hash::RandomState::new().hash_one(0u8)
 }
 
 #[cfg(test)]

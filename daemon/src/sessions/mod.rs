@@ -185,6 +185,13 @@ pub enum Arrival {
     },
 }
 
+/// A number that nobody can foretell.
+pub fn random() -> u64 {
+    use std::hash::BuildHasher;
+    // RandomState's keys come from the system's random numbers and differ from call to call.
+    std::hash::RandomState::new().hash_one(0u8)
+}
+
 /// All sessions there are, for `llmctl status`.
 #[derive(Debug, Default)]
 pub struct SessionTable {
