@@ -122,6 +122,7 @@ fn cpu_options(settings: &Settings) -> cpu::CpuOptions {
         isa: match settings.isa {
             Isa::Auto => None,
             Isa::Avx512 => Some(cpu::Isa::Avx512Vnni),
+            Isa::AvxVnni => Some(cpu::Isa::AvxVnni),
             Isa::Avx2 => Some(cpu::Isa::Avx2),
             Isa::Portable => Some(cpu::Isa::Portable),
         },

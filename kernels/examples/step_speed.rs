@@ -1,6 +1,6 @@
 //! Times a whole forward step in the shape of SmolLM2-135M (Q4_1, embeddings Q8_0, random numbers), without sampling:
 //!
-//! `cargo run --release -p llmd-kernels --example step_speed [portable|avx2|avx512] [f32]`
+//! `cargo run --release -p llmd-kernels --example step_speed [portable|avx2|avx-vnni|avx512] [f32]`
 //!
 //! Decoding 1, 8 and 32 sequences at a context of 256, and a prompt of 512 (with `f32`: 2,000) tokens in one go.
 
@@ -183,6 +183,7 @@ fn main() -> Result<(), CpuError> {
     let isa = match () {
         () if has("portable") => Some(Isa::Portable),
         () if has("avx2") => Some(Isa::Avx2),
+        () if has("avx-vnni") => Some(Isa::AvxVnni),
         () if has("avx512") => Some(Isa::Avx512Vnni),
         () => None,
     };

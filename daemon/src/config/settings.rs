@@ -17,8 +17,10 @@ pub enum Device {
 pub enum Isa {
     /// The best this CPU has.
     Auto,
-    /// AVX-512 with VNNI and BF16.
+    /// AVX-512 with VNNI.
     Avx512,
+    /// AVX2 with AVX-VNNI.
+    AvxVnni,
     /// AVX2 with FMA.
     Avx2,
     /// What every CPU has.
@@ -161,8 +163,13 @@ impl Settings {
     }
 }
 
-pub(super) const ISAS: [(&str, Isa); 4] =
-    [("auto", Isa::Auto), ("avx512", Isa::Avx512), ("avx2", Isa::Avx2), ("portable", Isa::Portable)];
+pub(super) const ISAS: [(&str, Isa); 5] = [
+    ("auto", Isa::Auto),
+    ("avx512", Isa::Avx512),
+    ("avx-vnni", Isa::AvxVnni),
+    ("avx2", Isa::Avx2),
+    ("portable", Isa::Portable),
+];
 pub(super) const ACTIVATIONS: [(&str, Activations); 3] =
     [("int8", Activations::Int8), ("int16", Activations::Int16), ("f32", Activations::F32)];
 pub(super) const KV_TYPES: [(&str, KvType); 2] = [("bf16", KvType::Bf16), ("f32", KvType::F32)];

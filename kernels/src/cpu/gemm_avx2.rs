@@ -1,8 +1,8 @@
-//! Integer matrix product with AVX2.
+//! Integer matrix product with AVX2, and with AVX-VNNI on top.
 //!
-//! There is no instruction for four products of bytes here: `maddubs` makes pairs of them in 16 bits, which saturate. Quants
-//! up to 31 cannot reach that, and 4-bit ones not even summed over a whole block. Bytes that hold q + 128 are
-//! turned to |q| and the activations given q's sign; |q| * 127 * 2 is at most 32,512.
+//! AVX-VNNI sums four products of bytes at once, as `gemm_avx512.rs` does. AVX2 has no such instruction: `maddubs` makes
+//! pairs of them in 16 bits, which saturate. Quants up to 31 cannot reach that, and 4-bit ones not even summed over a whole
+//! block. Bytes that hold q + 128 are turned to |q| and the activations given q's sign; |q| * 127 * 2 is at most 32,512.
 
 use super::buffer::Rows;
 use super::linear::Quantized;
@@ -19,9 +19,9 @@ const VECTORS: usize = 2;
 /// out[rows][panel's 32 columns] = x * panel^T.
 ///
 /// # Safety
-/// The processor has AVX2, FMA and F16C. `x` and `out` have the rows; `panel` is a whole panel of format `F` with `x.blocks` blocks; `out` has
+/// The processor has AVX2, FMA and F16C, and AVX-VNNI if `VNNI`. `x` and `out` have the rows; `panel` is a whole panel of format `F` with `x.blocks` blocks; `out` has
 /// the columns from `column` on, and nobody else touches them.
-pub(crate) unsafe fn panel_product<F: Format>(
+pub(crate) unsafe fn panel_product<F: Format, const VNNI: bool>(
     panel: &[u8],
     x: Quantized,
     rows: Range<usize>,
@@ -34,10 +34,11 @@ pub(crate) unsafe fn panel_product<F: Format>(
         for half in 0..2 {
             // SAFETY: the caller's contract, for some of the rows and half of the columns.
             unsafe {
-                if row + 1 < rows.end {
-                    tile_product::<F, 2>(panel, half, x, row, out, column);
-                } else {
-                    tile_product::<F, 1>(panel, half, x, row, out, column);
+                match (VNNI, row + 1 < rows.end) {
+                    (true, true) => tile_vnni::<F, 2>(panel, half, x, row, out, column),
+                    (true, false) => tile_vnni::<F, 1>(panel, half, x, row, out, column),
+                    (false, true) => tile_pairs::<F, 2>(panel, half, x, row, out, column),
+                    (false, false) => tile_pairs::<F, 1>(panel, half, x, row, out, column),
                 }
             }
         }
@@ -58,10 +59,20 @@ unsafe fn load_scales<F: Format>(from: *const u8, at: usize) -> __m256 {
     }
 }
 
-/// Sums of four products of 32 weight bytes (eight columns) of format `F` with four activations.
+/// Adds four products each of 32 weight bytes (eight columns) of format `F` with four activations. With `VNNI`, bytes that hold
+/// q + 128 are taken as they are.
+///
+/// # Safety
+/// The processor has AVX2, and AVX-VNNI if `VNNI`.
+#[inline(always)]
+unsafe fn dot<F: Format, const VNNI: bool>(sum: __m256i, weights: __m256i, a: __m256i) -> __m256i {
+    // SAFETY: the instructions are there by the contract.
+    unsafe { if VNNI { _mm256_dpbusd_avx_epi32(sum, weights, a) } else { dot_pairs::<F>(sum, weights, a) } }
+}
+
 #[inline]
 #[target_feature(enable = "avx2")]
-fn dot<F: Format>(sum: __m256i, weights: __m256i, a: __m256i) -> __m256i {
+fn dot_pairs<F: Format>(sum: __m256i, weights: __m256i, a: __m256i) -> __m256i {
     let pairs = if F::MIN {
         _mm256_maddubs_epi16(weights, a)
     } else {
@@ -79,9 +90,37 @@ unsafe fn broadcast(from: *const i8) -> __m256i {
     _mm256_set1_epi32(unsafe { from.cast::<i32>().read_unaligned() })
 }
 
-/// `R` rows from `row` on, columns `half * 16..half * 16 + 16` of the panel.
+/// [`tile_product`] with AVX-VNNI.
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+unsafe fn tile_vnni<F: Format, const R: usize>(
+    panel: *const u8,
+    half: usize,
+    x: Quantized,
+    row: usize,
+    out: Rows,
+    column: usize,
+) {
+    // SAFETY: the contract is the same, and the instructions are enabled here.
+    unsafe { tile_product::<F, true, R>(panel, half, x, row, out, column) }
+}
+
+/// [`tile_product`] with AVX2 alone.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile_product<F: Format, const R: usize>(
+unsafe fn tile_pairs<F: Format, const R: usize>(
+    panel: *const u8,
+    half: usize,
+    x: Quantized,
+    row: usize,
+    out: Rows,
+    column: usize,
+) {
+    // SAFETY: the contract is the same, and the instructions are enabled here.
+    unsafe { tile_product::<F, false, R>(panel, half, x, row, out, column) }
+}
+
+/// `R` rows from `row` on, columns `half * 16..half * 16 + 16` of the panel.
+#[inline(always)]
+unsafe fn tile_product<F: Format, const VNNI: bool, const R: usize>(
     panel: *const u8,
     half: usize,
     x: Quantized,
@@ -102,6 +141,14 @@ unsafe fn tile_product<F: Format, const R: usize>(
             let passes = if F::HALVES { 2 } else { 1 };
             for pass in 0..passes {
                 let mut dots = [[_mm256_setzero_si256(); VECTORS]; R];
+                if VNNI && !F::MIN {
+                    // Bytes that hold q + 128 begin with what that is too much.
+                    for (r, dots) in dots.iter_mut().enumerate() {
+                        let offsets = x.offset.add((at + r * x.blocks + b) * 2);
+                        let offset = if F::HALVES { *offsets.add(pass) } else { *offsets + *offsets.add(1) };
+                        *dots = [_mm256_set1_epi32(offset); VECTORS];
+                    }
+                }
                 if F::FOUR_BITS {
                     for j in 0..4 {
                         for vector in 0..VECTORS {
@@ -110,6 +157,11 @@ unsafe fn tile_product<F: Format, const R: usize>(
                             let high = _mm256_and_si256(_mm256_srli_epi16::<4>(v), low_bits);
                             for (r, dots) in dots.iter_mut().enumerate() {
                                 let q = q.add(r * stride + j * 4);
+                                if VNNI {
+                                    let sum = dot::<F, VNNI>(dots[vector], low, broadcast(q));
+                                    dots[vector] = dot::<F, VNNI>(sum, high, broadcast(q.add(16)));
+                                    continue;
+                                }
                                 // Sums of 8 such pairs stay below 2^15: 15 * 127 * 2 * 8 = 30,480.
                                 let pairs = _mm256_add_epi16(
                                     _mm256_maddubs_epi16(low, broadcast(q)),
@@ -119,7 +171,7 @@ unsafe fn tile_product<F: Format, const R: usize>(
                             }
                         }
                     }
-                    for dots in dots.iter_mut().flatten() {
+                    for dots in dots.iter_mut().flatten().filter(|_| !VNNI) {
                         *dots = _mm256_madd_epi16(*dots, _mm256_set1_epi16(1));
                     }
                 } else {
@@ -128,7 +180,7 @@ unsafe fn tile_product<F: Format, const R: usize>(
                         for vector in 0..VECTORS {
                             let v = _mm256_loadu_si256(block.add((j * 2 + half) * 64 + vector * 32).cast());
                             for (r, dots) in dots.iter_mut().enumerate() {
-                                dots[vector] = dot::<F>(dots[vector], v, broadcast(q.add(r * stride + j * 4)));
+                                dots[vector] = dot::<F, VNNI>(dots[vector], v, broadcast(q.add(r * stride + j * 4)));
                             }
                         }
                     }

@@ -9,36 +9,52 @@ pub enum Isa {
     Portable,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
+    /// That and AVX-VNNI: integer dot products of 256 bits.
+    AvxVnni,
     /// x86-64 with AVX-512 F, BW, DQ, VL and VNNI.
     Avx512Vnni,
 }
 
 impl Isa {
+    /// All sets, lowest first.
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::AvxVnni, Isa::Avx512Vnni];
+
     /// The best set this processor has.
     pub fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            let avx2 =
-                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
-            let avx512 = is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl")
-                && is_x86_feature_detected!("avx512vnni");
-            if avx2 && avx512 {
-                return Isa::Avx512Vnni;
-            }
-            if avx2 {
-                return Isa::Avx2;
-            }
-        }
-        Isa::Portable
+        Self::available().last().unwrap_or(Isa::Portable)
     }
 
     /// All sets this processor has, lowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
-        let best = Self::detect();
-        [Isa::Portable, Isa::Avx2, Isa::Avx512Vnni].into_iter().filter(move |&isa| isa <= best)
+        Self::ALL.into_iter().filter(|isa| isa.is_available())
+    }
+
+    /// Whether this processor has it.
+    pub fn is_available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = || {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            };
+            let avx512 = || {
+                avx2()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vnni")
+            };
+            match self {
+                Isa::Portable => true,
+                Isa::Avx2 => avx2(),
+                Isa::AvxVnni => avx2() && is_x86_feature_detected!("avxvnni"),
+                Isa::Avx512Vnni => avx512(),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            self == Isa::Portable
+        }
     }
 }
 
@@ -47,6 +63,7 @@ impl fmt::Display for Isa {
         f.write_str(match self {
             Isa::Portable => "portable",
             Isa::Avx2 => "AVX2",
+            Isa::AvxVnni => "AVX-VNNI",
             Isa::Avx512Vnni => "AVX-512 VNNI",
         })
     }
@@ -59,7 +76,7 @@ pub(crate) struct Selected(Isa);
 impl Selected {
     /// `isa`, if this processor has it.
     pub(crate) fn new(isa: Isa) -> Option<Self> {
-        (isa <= Isa::detect()).then_some(Self(isa))
+        isa.is_available().then_some(Self(isa))
     }
 
     pub(crate) fn isa(self) -> Isa {
@@ -67,7 +84,7 @@ impl Selected {
     }
 }
 
-/// Makes `name(isa, args)` of `body::<S: Simd>(args)`: the body is compiled once per instruction set and the right one called.
+/// Makes `name(isa, args)` of `body::<S: Simd>(args)`: the body is compiled once per kind of vectors and the right one called.
 macro_rules! for_each_isa {
     ($(#[$meta:meta])* $vis:vis unsafe fn $name:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$meta])*
@@ -88,12 +105,13 @@ macro_rules! for_each_isa {
                     // SAFETY: the contract is the body's, kept by the caller; its instructions are enabled here.
                     unsafe { $body::<$crate::cpu::simd_x86::Avx2>($($arg),*) }
                 }
+                use $crate::cpu::Isa;
                 match isa.isa() {
                     // SAFETY: the processor has the instructions: `isa` proves it. The rest is the caller's contract.
-                    $crate::cpu::Isa::Avx512Vnni => return unsafe { avx512($($arg),*) },
+                    Isa::Avx512Vnni => return unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
-                    $crate::cpu::Isa::Avx2 => return unsafe { avx2($($arg),*) },
-                    $crate::cpu::Isa::Portable => {}
+                    Isa::Avx2 | Isa::AvxVnni => return unsafe { avx2($($arg),*) },
+                    Isa::Portable => {}
                 }
             }
             let _ = isa;
@@ -103,3 +121,16 @@ macro_rules! for_each_isa {
     };
 }
 pub(crate) use for_each_isa;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_set_is_the_last_available_one() {
+        let available: Vec<Isa> = Isa::available().collect();
+        assert_eq!(available.first(), Some(&Isa::Portable));
+        assert_eq!(available.last(), Some(&Isa::detect()));
+        assert!(available.is_sorted());
+    }
+}

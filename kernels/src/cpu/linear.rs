@@ -310,7 +310,13 @@ unsafe fn integer_product(
                 for_format!(p.format, F => gemm_avx512::panel_product::<F>(data, x, rows, out, column))
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => for_format!(p.format, F => gemm_avx2::panel_product::<F>(data, x, rows, out, column)),
+            Isa::AvxVnni => {
+                for_format!(p.format, F => gemm_avx2::panel_product::<F, true>(data, x, rows, out, column))
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                for_format!(p.format, F => gemm_avx2::panel_product::<F, false>(data, x, rows, out, column))
+            }
             _ => for_format!(p.format, F => gemm_portable::panel_product::<F>(data, x, rows, out, column)),
         }
     }
