@@ -5,8 +5,9 @@
 //! joined by rescaling (as flash attention does): memory does not grow with the context, and as pieces begin at
 //! multiples of `PIECE` from position 0, a row's sums run in the same order whether it is decoded or part of a prompt.
 
+use super::KvType;
 use super::buffer::Rows;
-use super::isa::for_each_isa;
+use super::isa::{Selected, for_each_isa};
 use super::kv::{KvElement, PAGE_TOKENS, Pages, value_width};
 use super::simd::{Simd, exp};
 use std::ops::Range;
@@ -70,13 +71,39 @@ pub(crate) fn scratch_len(head_dim: usize) -> usize {
     QUERIES_MAX * (PIECE + head_dim.next_multiple_of(16) + value_width(head_dim))
 }
 
+/// The units of thread `share.0` of `share.1`, over keys and values of type `ty`.
+///
+/// # Safety
+/// `batch` passed [`check`]; `q` and `out` have its rows with all heads; `pages` are a layer of such a cache with these
+/// heads; nobody else touches `scratch`, of `scratch_len`; the other threads have the same arguments and other shares.
+#[allow(clippy::too_many_arguments)]
+pub(crate) unsafe fn attention(
+    isa: Selected,
+    ty: KvType,
+    batch: &AttentionBatch<'_>,
+    heads: &AttentionHeads,
+    share: (usize, usize),
+    q: Rows,
+    pages: Pages,
+    out: Rows,
+    scratch: *mut f32,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        match ty {
+            KvType::Bf16 => attention_bf16(isa, batch, heads, share, q, pages, out, scratch),
+            KvType::F32 => attention_f32(isa, batch, heads, share, q, pages, out, scratch),
+        }
+    }
+}
+
 for_each_isa! {
     /// The units of thread `share.0` of `share.1`, over keys and values in bfloat16.
     ///
     /// # Safety
     /// `batch` passed [`check`]; `q` and `out` have its rows with all heads; `pages` are a layer of such a cache with these
     /// heads; nobody else touches `scratch`, of `scratch_len`; the other threads have the same arguments and other shares.
-    pub(crate) unsafe fn attention_bf16 = attention_bf16_body(
+    unsafe fn attention_bf16 = attention_bf16_body(
         batch: &AttentionBatch<'_>, heads: &AttentionHeads, share: (usize, usize), q: Rows, pages: Pages, out: Rows, scratch: *mut f32,
     )
 }
@@ -85,7 +112,7 @@ for_each_isa! {
     ///
     /// # Safety
     /// As there.
-    pub(crate) unsafe fn attention_f32 = attention_f32_body(
+    unsafe fn attention_f32 = attention_f32_body(
         batch: &AttentionBatch<'_>, heads: &AttentionHeads, share: (usize, usize), q: Rows, pages: Pages, out: Rows, scratch: *mut f32,
     )
 }

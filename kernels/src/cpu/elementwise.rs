@@ -82,3 +82,24 @@ unsafe fn silu_mul_body<S: Simd>(gate: Rows, up: Rows, rows: Range<usize>) {
         }
     }
 }
+
+for_each_isa! {
+    /// x[rows][column..column + stride of product] += product, whose first row belongs to the first of `rows`.
+    ///
+    /// # Safety
+    /// `x` has the rows and columns, which nobody else touches, and `product` as many rows; its stride is a multiple of LANES.
+    pub(crate) unsafe fn add_panel = add_panel_body(x: Rows, rows: Range<usize>, column: usize, product: Rows)
+}
+
+#[inline(always)]
+unsafe fn add_panel_body<S: Simd>(x: Rows, rows: Range<usize>, column: usize, product: Rows) {
+    for (i, row) in rows.enumerate() {
+        // SAFETY: the rows and columns exist by the contract.
+        unsafe {
+            let (x, product_row) = (x.row(row).add(column), product.row(i));
+            for lane in (0..product.stride).step_by(S::LANES) {
+                S::store(x.add(lane), S::add(S::load(x.add(lane)), S::load(product_row.add(lane))));
+            }
+        }
+    }
+}

@@ -23,10 +23,10 @@ pub(crate) fn scratch_len(columns: usize) -> usize {
 }
 
 for_each_isa! {
-    /// out[rows][columns of `panel`] = x * weight^T, where panel p is the output features p * 32..p * 32 + 32.
+    /// out[rows][column..column + 32] = x * weight^T, for panel p the output features p * 32..p * 32 + 32.
     ///
     /// # Safety
-    /// `x` and `out` have the rows, `x` with `weight.columns` columns and padding, `out` with all columns of the panel, which
+    /// `x` and `out` have the rows, `x` with `weight.columns` columns and padding, `out` with those columns, which
     /// nobody else touches; `scratch` has `scratch_len` elements of this thread's own.
     pub(crate) unsafe fn panel_product = body(
         weight: FileRows<'_>,
@@ -34,17 +34,27 @@ for_each_isa! {
         x: Rows,
         rows: Range<usize>,
         out: Rows,
+        column: usize,
         scratch: *mut f32,
     )
 }
 
 #[inline(always)]
-unsafe fn body<S: Simd>(weight: FileRows<'_>, panel: usize, x: Rows, rows: Range<usize>, out: Rows, scratch: *mut f32) {
+unsafe fn body<S: Simd>(
+    weight: FileRows<'_>,
+    panel: usize,
+    x: Rows,
+    rows: Range<usize>,
+    out: Rows,
+    column: usize,
+    scratch: *mut f32,
+) {
     let padded = x.stride;
     // SAFETY: the caller gives scratch of this size to this thread.
     let scratch = unsafe { std::slice::from_raw_parts_mut(scratch, GROUP * padded) };
     let tile_rows = (S::ACCUMULATORS / GROUP).clamp(1, TILE_ROWS_MAX);
-    for first in (panel * PANEL_ROWS..(panel + 1) * PANEL_ROWS).step_by(GROUP) {
+    for group in (0..PANEL_ROWS).step_by(GROUP) {
+        let (first, column) = (panel * PANEL_ROWS + group, column + group);
         for (i, to) in scratch.chunks_exact_mut(padded).enumerate() {
             // Beyond the last output feature rows are zero, and so is the output's padding.
             let (values, padding) = to.split_at_mut(if first + i < weight.rows { weight.columns } else { 0 });
@@ -60,12 +70,12 @@ unsafe fn body<S: Simd>(weight: FileRows<'_>, panel: usize, x: Rows, rows: Range
             // SAFETY: the rows are within `rows`; the scratch has GROUP rows of the stride of x.
             unsafe {
                 match n {
-                    1 => tile::<S, 1>(scratch.as_ptr(), x, row, out, first),
-                    2 => tile::<S, 2>(scratch.as_ptr(), x, row, out, first),
-                    3 => tile::<S, 3>(scratch.as_ptr(), x, row, out, first),
-                    4 => tile::<S, 4>(scratch.as_ptr(), x, row, out, first),
-                    5 => tile::<S, 5>(scratch.as_ptr(), x, row, out, first),
-                    _ => tile::<S, 6>(scratch.as_ptr(), x, row, out, first),
+                    1 => tile::<S, 1>(scratch.as_ptr(), x, row, out, column),
+                    2 => tile::<S, 2>(scratch.as_ptr(), x, row, out, column),
+                    3 => tile::<S, 3>(scratch.as_ptr(), x, row, out, column),
+                    4 => tile::<S, 4>(scratch.as_ptr(), x, row, out, column),
+                    5 => tile::<S, 5>(scratch.as_ptr(), x, row, out, column),
+                    _ => tile::<S, 6>(scratch.as_ptr(), x, row, out, column),
                 }
             }
             row += n;

@@ -189,11 +189,26 @@ impl KvCache {
     }
 }
 
+/// Writes one token's keys and values, (kv_heads * head_dim) each, into `slot` of pages of type `ty`.
+///
+/// # Safety
+/// That of [`write_token`].
+pub(crate) unsafe fn write(ty: KvType, pages: Pages, slot: u32, shape: &KvShape, k: *const f32, v: *const f32) {
+    let (heads, head_dim) = (shape.kv_heads, shape.head_dim);
+    // SAFETY: the caller's contract.
+    unsafe {
+        match ty {
+            KvType::Bf16 => write_token::<u16>(pages, slot, heads, head_dim, k, v),
+            KvType::F32 => write_token::<f32>(pages, slot, heads, head_dim, k, v),
+        }
+    }
+}
+
 /// Writes one token's keys and values, (kv_heads * head_dim) each, into `slot`.
 ///
 /// # Safety
 /// The pages are of type E with these heads, `k` and `v` have the elements, and nobody else touches the slot's block.
-pub(crate) unsafe fn write_token<E: KvElement>(
+unsafe fn write_token<E: KvElement>(
     pages: Pages,
     slot: u32,
     heads: usize,

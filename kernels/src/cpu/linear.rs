@@ -86,7 +86,8 @@ impl ActivationScratch {
         self.q.len()
     }
 
-    fn view(&mut self, blocks: usize) -> Quantized {
+    /// Rows of `blocks` blocks each.
+    pub(crate) fn view(&mut self, blocks: usize) -> Quantized {
         Quantized {
             planes: self.planes,
             q: self.q.as_ptr(),
@@ -103,7 +104,7 @@ impl Quantized {
     ///
     /// # Safety
     /// There is such a row.
-    unsafe fn beginning_at(self, row: usize) -> Self {
+    pub(crate) unsafe fn beginning_at(self, row: usize) -> Self {
         let blocks = row * self.planes * self.blocks;
         // SAFETY: inside the arrays, by the contract.
         unsafe {
@@ -123,7 +124,7 @@ for_each_isa! {
     ///
     /// # Safety
     /// Both have the rows, of the same width; nobody else touches those of `to`.
-    unsafe fn quantize_rows = quantize_body(x: Rows, rows: Range<usize>, to: Quantized)
+    pub(crate) unsafe fn quantize_rows = quantize_body(x: Rows, rows: Range<usize>, to: Quantized)
 }
 
 #[inline(always)]
@@ -132,16 +133,43 @@ unsafe fn quantize_body<S: Simd>(x: Rows, rows: Range<usize>, to: Quantized) {
         for block in 0..to.blocks {
             // SAFETY: row and block are inside both, by the contract.
             unsafe {
-                let x = x.row(row).add(block * BLOCK);
                 let at = row * to.planes * to.blocks + block;
-                let scale = quantize_plane::<S>(x, to, at);
-                if to.planes == 2 {
-                    // What the first plane leaves, exact but for its last bit: |rest| <= scale / 2.
-                    let q = to.q.add(at * BLOCK);
-                    let rest: [f32; BLOCK] = std::array::from_fn(|i| *x.add(i) - scale * f32::from(*q.add(i)));
-                    quantize_plane::<S>(rest.as_ptr(), to, at + to.blocks);
-                }
+                quantize_planes::<S>(x.row(row).add(block * BLOCK), to, at);
             }
+        }
+    }
+}
+
+for_each_isa! {
+    /// Quantises the 32 columns of `x` into block `block` of the first `rows` rows of `to`.
+    ///
+    /// # Safety
+    /// Both have the rows, and `to` the block, which nobody else touches.
+    pub(crate) unsafe fn quantize_panel = quantize_panel_body(x: Rows, rows: usize, to: Quantized, block: usize)
+}
+
+#[inline(always)]
+unsafe fn quantize_panel_body<S: Simd>(x: Rows, rows: usize, to: Quantized, block: usize) {
+    for row in 0..rows {
+        // SAFETY: row and block are inside both, by the contract.
+        unsafe { quantize_planes::<S>(x.row(row), to, row * to.planes * to.blocks + block) };
+    }
+}
+
+/// Quantises 32 elements into block `at` of `to`, and what that leaves into the same block of the next plane, if there is one.
+///
+/// # Safety
+/// That of [`quantize_rows`].
+#[inline(always)]
+unsafe fn quantize_planes<S: Simd>(x: *const f32, to: Quantized, at: usize) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let scale = quantize_plane::<S>(x, to, at);
+        if to.planes == 2 {
+            // What the first plane leaves, exact but for its last bit: |rest| <= scale / 2.
+            let q = to.q.add(at * BLOCK);
+            let rest: [f32; BLOCK] = std::array::from_fn(|i| *x.add(i) - scale * f32::from(*q.add(i)));
+            quantize_plane::<S>(rest.as_ptr(), to, at + to.blocks);
         }
     }
 }
@@ -191,12 +219,115 @@ unsafe fn add_planes_body<S: Simd>(products: Rows, rows: Range<usize>, out: Rows
     }
 }
 
-/// The work of one output, as all threads see it.
-struct Task<'a> {
+/// A matrix and its bias, as all threads see them.
+pub(crate) struct Projection<'a> {
     operand: Operand<'a>,
     bias: Option<&'a [f32]>,
-    out: Rows,
     panels: usize,
+}
+
+/// The input of projections: rows in f32 and, where an operand needs it, quantised.
+#[derive(Clone, Copy)]
+pub(crate) struct Input {
+    pub(crate) x: Rows,
+    pub(crate) quantized: Quantized,
+}
+
+impl<'a> Projection<'a> {
+    pub(crate) fn new(weight: &'a Weight, bias: Option<&'a Weight>) -> Self {
+        Self {
+            operand: weight.operand(),
+            bias: bias.map(|bias| bias.vector().expect("a bias is a vector")),
+            panels: weight.rows().div_ceil(PANEL_ROWS),
+        }
+    }
+
+    /// Panels of 32 output features.
+    pub(crate) fn panels(&self) -> usize {
+        self.panels
+    }
+
+    /// Whether the input must be quantised.
+    pub(crate) fn is_quantized(&self) -> bool {
+        matches!(self.operand, Operand::Panels(_))
+    }
+
+    /// out[i][column..column + 32] = the output features of `panel` of row `rows.start + i`, with bias.
+    ///
+    /// # Safety
+    /// `input` has the rows, quantised if the operand needs that; `out` has rows and columns, which nobody else touches, nor
+    /// `scratch`, of `scratch_len`.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) unsafe fn panel(
+        &self,
+        isa: Selected,
+        input: Input,
+        rows: Range<usize>,
+        panel: usize,
+        out: Rows,
+        column: usize,
+        scratch: *mut f32,
+    ) {
+        let n = rows.len();
+        // SAFETY: the contract of this function, with everything beginning at the first of the rows.
+        unsafe {
+            match self.operand {
+                Operand::Panels(p) => {
+                    let x = input.quantized.beginning_at(rows.start);
+                    if x.planes == 1 {
+                        integer_product(isa, p, panel, x, 0..n, out, column);
+                    } else {
+                        let products = Rows::new(scratch, PANEL_ROWS);
+                        integer_product(isa, p, panel, x, 0..2 * n, products, 0);
+                        add_planes(isa, products, 0..n, out, column);
+                    }
+                }
+                Operand::Rows(w) => {
+                    let x = Rows::new(input.x.row(rows.start), input.x.stride);
+                    gemm_f32::panel_product(isa, w, panel, x, 0..n, out, column, scratch);
+                }
+            }
+            if let Some(bias) = self.bias {
+                let bias = &bias[panel * PANEL_ROWS..][..PANEL_ROWS];
+                for row in 0..n {
+                    let out = out.row(row).add(column);
+                    for (i, bias) in bias.iter().enumerate() {
+                        *out.add(i) += bias;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The output features of `panels` of all `rows` rows, to where they belong in `out`.
+    ///
+    /// # Safety
+    /// That of [`Self::panel`].
+    pub(crate) unsafe fn run(
+        &self,
+        isa: Selected,
+        input: Input,
+        rows: usize,
+        panels: Range<usize>,
+        out: Rows,
+        scratch: *mut f32,
+    ) {
+        for rows in row_blocks(rows) {
+            for panel in panels.clone() {
+                // SAFETY: the contract of this function, cut into blocks of rows and single panels.
+                unsafe {
+                    let out = Rows::new(out.row(rows.start), out.stride);
+                    self.panel(isa, input, rows.clone(), panel, out, panel * PANEL_ROWS, scratch);
+                }
+            }
+        }
+    }
+}
+
+/// `0..rows` in parts of at most `ROWS_PER_BLOCK`, as even as can be.
+pub(crate) fn row_blocks(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    let blocks = rows.div_ceil(ROWS_PER_BLOCK);
+    (0..blocks).map(move |block| split(rows, block, blocks))
 }
 
 /// Computes all outputs; see [`super::CpuDevice::linear`], which has checked the shapes.
@@ -209,81 +340,30 @@ pub(crate) fn linear<'a>(
     rows: usize,
     outputs: impl Iterator<Item = Output<'a>>,
 ) {
-    let blocks = x.stride() / BLOCK;
-    let quantized = activations.view(blocks);
+    let input = Input { x: x.pointer(), quantized: activations.view(x.stride() / BLOCK) };
     let mut is_quantized = false;
-    let (x, threads) = (x.pointer(), pool.threads());
+    let threads = pool.threads();
     for output in outputs {
-        let operand = output.weight.operand();
-        if matches!(operand, Operand::Panels(_)) && !is_quantized {
+        let projection = Projection::new(output.weight, output.bias);
+        if projection.is_quantized() && !is_quantized {
             let quantize = |rows: Range<usize>| {
                 // SAFETY: the caller has checked that x has the rows and that they fit the scratch; ranges are disjoint.
-                unsafe { quantize_rows(isa, x, rows, quantized) }
+                unsafe { quantize_rows(isa, input.x, rows, input.quantized) }
             };
-            if rows * x.stride >= PARALLEL_ELEMENTS_MIN {
+            if rows * x.stride() >= PARALLEL_ELEMENTS_MIN {
                 pool.run(&|index| quantize(split(rows, index, threads)));
             } else {
                 quantize(0..rows);
             }
             is_quantized = true;
         }
-        let task = Task {
-            operand,
-            bias: output.bias.map(|bias| bias.vector().expect("a bias is a vector")),
-            out: output.out.pointer(),
-            panels: output.weight.rows().div_ceil(PANEL_ROWS),
-        };
+        let out = output.out.pointer();
         pool.run(&|index| {
+            let panels = split(projection.panels(), index, threads);
             // SAFETY: shapes are checked by the caller; panels of different threads are different columns; the scratch is
             // of this thread; the output buffer is borrowed exclusively by `output`.
-            unsafe { task.run(isa, x, quantized, rows, split(task.panels, index, threads), scratch.of(index)) };
+            unsafe { projection.run(isa, input, rows, panels, out, scratch.of(index)) };
         });
-    }
-}
-
-impl Task<'_> {
-    /// # Safety
-    /// `x`, `quantized` (if the operand needs it) and `out` have the rows and columns, and nobody else touches the output
-    /// columns of `panels` or `scratch`.
-    unsafe fn run(
-        &self,
-        isa: Selected,
-        x: Rows,
-        quantized: Quantized,
-        rows: usize,
-        panels: Range<usize>,
-        scratch: *mut f32,
-    ) {
-        let row_blocks = rows.div_ceil(ROWS_PER_BLOCK);
-        for row_block in 0..row_blocks {
-            let rows = split(rows, row_block, row_blocks);
-            for panel in panels.clone() {
-                // SAFETY: the contract of this function, cut into blocks of rows and single panels.
-                unsafe {
-                    match self.operand {
-                        Operand::Panels(p) if quantized.planes == 1 => {
-                            integer_product(isa, p, panel, quantized, rows.clone(), self.out, panel * PANEL_ROWS);
-                        }
-                        Operand::Panels(p) => {
-                            let products = Rows::new(scratch, PANEL_ROWS);
-                            let x = quantized.beginning_at(rows.start);
-                            integer_product(isa, p, panel, x, 0..2 * rows.len(), products, 0);
-                            add_planes(isa, products, rows.clone(), self.out, panel * PANEL_ROWS);
-                        }
-                        Operand::Rows(w) => gemm_f32::panel_product(isa, w, panel, x, rows.clone(), self.out, scratch),
-                    }
-                    if let Some(bias) = self.bias {
-                        let bias = &bias[panel * PANEL_ROWS..][..PANEL_ROWS];
-                        for row in rows.clone() {
-                            let out = self.out.row(row).add(panel * PANEL_ROWS);
-                            for (i, bias) in bias.iter().enumerate() {
-                                *out.add(i) += bias;
-                            }
-                        }
-                    }
-                }
-            }
-        }
     }
 }
 

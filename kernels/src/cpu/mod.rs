@@ -17,9 +17,11 @@ mod gemm_f32;
 mod gemm_portable;
 mod isa;
 mod kv;
+mod layer;
 mod linear;
 mod panel;
 mod pool;
+mod profile;
 mod region;
 mod rope;
 mod simd;
@@ -34,7 +36,9 @@ pub use attention::{AttentionBatch, AttentionHeads};
 pub use buffer::Buffer;
 pub use isa::Isa;
 pub use kv::{KvShape, PAGE_TOKENS};
+pub use layer::{AttentionBlock, AttentionBuffers, FeedForwardBlock, FeedForwardBuffers, Linear};
 pub use linear::Output;
+pub use profile::{Phase, PhaseTime};
 pub use rope::Rope;
 pub use weight::Weight;
 
@@ -44,6 +48,7 @@ use isa::Selected;
 use kv::KvCache;
 use linear::{ActivationScratch, ScratchPerThread};
 use pool::{Pool, split};
+use profile::Profile;
 use rope::RopeTable;
 
 /// Elements an operation must touch to be worth waking other threads for: some 2 us of one core.
@@ -139,6 +144,9 @@ pub struct CpuDevice {
     options: CpuOptions,
     pool: Pool,
     activations: ActivationScratch,
+    /// What the feed-forward part's second projection takes, quantised while others still read `activations`.
+    gated: ActivationScratch,
+    profile: Option<Box<Profile>>,
     weight_scratch: ScratchPerThread,
     attention_scratch: ScratchPerThread,
     rope: RopeTable,
@@ -157,6 +165,8 @@ impl CpuDevice {
             isa: Selected::new(wanted).ok_or(CpuError::NoSuchIsa(wanted))?,
             options,
             activations: ActivationScratch::new(options.activations.planes(), 0)?,
+            gated: ActivationScratch::new(options.activations.planes(), 0)?,
+            profile: None,
             weight_scratch: ScratchPerThread::new("products of weights", pool.threads(), 0)?,
             attention_scratch: ScratchPerThread::new("attention scores", pool.threads(), 0)?,
             rope: RopeTable::default(),
@@ -177,6 +187,16 @@ impl CpuDevice {
         self.pool.threads()
     }
 
+    /// Counts from now on where the time of layers goes, or stops counting; counting costs a few clock readings a layer.
+    pub fn set_profiling(&mut self, on: bool) {
+        self.profile = on.then(Box::default);
+    }
+
+    /// Time of each phase since the last call, summed over layers and threads; empty unless profiling is on.
+    pub fn take_profile(&mut self) -> Vec<PhaseTime> {
+        self.profile.as_ref().map_or_else(Vec::new, |profile| profile.take().to_vec())
+    }
+
     /// Binds the calling thread, which is about to compute, to the processor that was left for it. Threads it starts later
     /// inherit that.
     pub fn bind_caller(&self) {
@@ -190,6 +210,7 @@ impl CpuDevice {
             weight::Operand::Rows(_) => gemm_f32::scratch_len(columns),
             weight::Operand::Panels(_) => linear::planes_scratch_len(self.options.activations.planes()),
         };
+        let scratch = layer::PRODUCTS_LEN + scratch;
         if scratch > self.weight_scratch.len() {
             self.weight_scratch = ScratchPerThread::new("products of weights", self.pool.threads(), scratch)?;
         }
@@ -203,6 +224,7 @@ impl CpuDevice {
         let len = rows * columns.next_multiple_of(ROW_PADDING);
         if planes * len > self.activations.len() {
             self.activations = ActivationScratch::new(planes, len)?;
+            self.gated = ActivationScratch::new(planes, len)?;
         }
         self.rows_max = self.rows_max.max(rows);
         self.columns_max = self.columns_max.max(columns);
@@ -343,12 +365,7 @@ impl CpuDevice {
                     continue;
                 }
                 // SAFETY: the shapes were checked, the block is checked inside, and it belongs to this thread.
-                unsafe {
-                    match ty {
-                        KvType::Bf16 => kv::write_token::<u16>(pages, slot, heads, head_dim, k.row(row), v.row(row)),
-                        KvType::F32 => kv::write_token::<f32>(pages, slot, heads, head_dim, k.row(row), v.row(row)),
-                    }
-                }
+                unsafe { kv::write(ty, pages, slot, &shape, k.row(row), v.row(row)) };
             }
         };
         let threads = self.pool.threads();
@@ -380,14 +397,8 @@ impl CpuDevice {
         let (isa, q, out, scratch) = (self.isa, q.pointer(), out.pointer(), &self.attention_scratch);
         let threads = self.pool.threads();
         self.pool.run(&|index| {
-            let (share, scratch) = ((index, threads), scratch.of(index));
             // SAFETY: shapes and batch were checked, scratch was sized with the cache, and `out` is borrowed exclusively.
-            unsafe {
-                match ty {
-                    KvType::Bf16 => attention::attention_bf16(isa, batch, heads, share, q, pages, out, scratch),
-                    KvType::F32 => attention::attention_f32(isa, batch, heads, share, q, pages, out, scratch),
-                }
-            }
+            unsafe { attention::attention(isa, ty, batch, heads, (index, threads), q, pages, out, scratch.of(index)) };
         });
     }
 

@@ -28,7 +28,11 @@ struct Shared {
     pending: Line<AtomicUsize>,
     /// Written by the caller while no worker runs; read by workers between `epoch` and `pending`.
     job: UnsafeCell<Option<*const Job>>,
-    /// A worker's closure panicked in the current region.
+    /// Threads that have come to the present meeting of a region.
+    arrived: Line<AtomicUsize>,
+    /// Number of meetings that are over.
+    meeting: Line<AtomicUsize>,
+    /// A closure panicked in the current region.
     panicked: AtomicBool,
     stop: AtomicBool,
     /// One for each worker: it is parked or about to be.
@@ -63,6 +67,8 @@ impl Pool {
             epoch: Line(AtomicU64::new(0)),
             pending: Line(AtomicUsize::new(0)),
             job: UnsafeCell::new(None),
+            arrived: Line(AtomicUsize::new(0)),
+            meeting: Line(AtomicUsize::new(0)),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             parked: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
@@ -95,6 +101,12 @@ impl Pool {
         }
     }
 
+    /// As [`Self::run`], with threads that can wait for each other inside the job.
+    pub(crate) fn run_team(&mut self, job: &(dyn Fn(Member<'_>) + Sync)) {
+        let (shared, threads) = (Arc::clone(&self.shared), self.threads());
+        self.run(&|index| job(Member { index, threads, shared: &shared }));
+    }
+
     /// Runs `job(index)` for every index below `threads`, each on its own thread, and waits for all.
     ///
     /// # Panics
@@ -105,6 +117,8 @@ impl Pool {
         }
         let shared = &*self.shared;
         shared.panicked.store(false, Ordering::Relaxed);
+        // A panic may have left some who had come; nobody is inside a region now.
+        shared.arrived.0.store(0, Ordering::Relaxed);
         // SAFETY: only the lifetime changes. `Wait` below does not let this function end, by return or by panic, before
         // every worker is done with the closure.
         let job_static: *const Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Job>(job) };
@@ -126,17 +140,67 @@ impl Pool {
     }
 }
 
+/// Spins, then yields, until `done`.
+#[inline]
+fn spin_until(done: impl Fn() -> bool) {
+    let mut rounds = 0;
+    while !done() {
+        rounds += 1;
+        if rounds < SPIN_ROUNDS { std::hint::spin_loop() } else { std::thread::yield_now() }
+    }
+}
+
+/// A thread inside a region.
+pub(crate) struct Member<'a> {
+    /// Below `threads`.
+    pub(crate) index: usize,
+    /// Threads of the region.
+    pub(crate) threads: usize,
+    shared: &'a Shared,
+}
+
+impl Member<'_> {
+    /// This thread's part of `0..n`.
+    pub(crate) fn share(&self, n: usize) -> std::ops::Range<usize> {
+        split(n, self.index, self.threads)
+    }
+
+    /// Returns when all threads of the region have come here: what they wrote before is there to read after.
+    ///
+    /// # Panics
+    /// When another thread of the region panicked.
+    pub(crate) fn meet(&self) {
+        if self.threads == 1 {
+            return;
+        }
+        let shared = self.shared;
+        // Nobody can end this meeting before we have come, so the number is the present one's.
+        let meeting = shared.meeting.0.load(Ordering::Relaxed);
+        // Release: what we wrote, for the last to come; Acquire: what the others wrote, if that is us.
+        if shared.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == self.threads {
+            shared.arrived.0.store(0, Ordering::Relaxed);
+            // Release: pairs with the loads below, and hands on what the last to come has acquired.
+            shared.meeting.0.store(meeting.wrapping_add(1), Ordering::Release);
+            return;
+        }
+        spin_until(|| shared.meeting.0.load(Ordering::Acquire) != meeting || shared.panicked.load(Ordering::Acquire));
+        if shared.meeting.0.load(Ordering::Acquire) == meeting {
+            panic!("another compute thread panicked");
+        }
+    }
+}
+
 /// Waits for the workers when dropped.
 struct Wait<'a>(&'a Shared);
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        let mut rounds = 0;
-        // Acquire: pairs with the workers' decrement, so that their writes are ours to read.
-        while self.0.pending.0.load(Ordering::Acquire) != 0 {
-            rounds += 1;
-            if rounds < SPIN_ROUNDS { std::hint::spin_loop() } else { std::thread::yield_now() }
+        if std::thread::panicking() {
+            // The caller's own job: who waits for it inside the region must not wait for ever.
+            self.0.panicked.store(true, Ordering::Release);
         }
+        // Acquire: pairs with the workers' decrement, so that their writes are ours to read.
+        spin_until(|| self.0.pending.0.load(Ordering::Acquire) == 0);
     }
 }
 
@@ -154,7 +218,7 @@ impl Shared {
             // SAFETY: the caller keeps the closure alive until `pending` is 0.
             let job = unsafe { &*job };
             if panic::catch_unwind(AssertUnwindSafe(|| job(index))).is_err() {
-                self.panicked.store(true, Ordering::Relaxed);
+                self.panicked.store(true, Ordering::Release);
             }
             // Release: pairs with the caller's load in `Wait`.
             self.pending.0.fetch_sub(1, Ordering::Release);
@@ -240,6 +304,43 @@ mod tests {
             sum.fetch_add(index + 1, Ordering::Relaxed);
         });
         assert_eq!(sum.into_inner(), (1..=pool.threads()).sum::<usize>());
+    }
+
+    #[test]
+    fn threads_meet_inside_a_region() {
+        let mut pool = Pool::new(None).expect("threads");
+        let threads = pool.threads();
+        let steps: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+        pool.run_team(&|member| {
+            for step in 1..=2_000 {
+                steps[member.index].store(step, Ordering::Relaxed);
+                member.meet();
+                assert!(steps.iter().all(|other| other.load(Ordering::Relaxed) == step));
+                member.meet();
+            }
+        });
+        assert!(steps.iter().all(|steps| steps.load(Ordering::Relaxed) == 2_000));
+    }
+
+    #[test]
+    fn nobody_waits_for_a_thread_that_panicked() {
+        let mut pool = Pool::new(Some(2)).expect("threads");
+        let threads = pool.threads();
+        for bad in 0..threads {
+            let result = panic::catch_unwind(AssertUnwindSafe(|| {
+                pool.run_team(&|member| {
+                    assert_ne!(member.index, bad);
+                    member.meet();
+                });
+            }));
+            assert!(result.is_err(), "thread {bad}");
+        }
+        let met = AtomicUsize::new(0);
+        pool.run_team(&|member| {
+            member.meet();
+            met.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(met.into_inner(), threads);
     }
 
     #[test]

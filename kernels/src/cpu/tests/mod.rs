@@ -1,6 +1,7 @@
 //! Operations against `reference`, and the same bits whatever the company.
 
 mod attention;
+mod layer;
 mod linear;
 mod rowwise;
 
