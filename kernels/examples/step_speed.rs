@@ -5,8 +5,8 @@
 //! Decoding 1, 8 and 32 sequences at a context of 256, and a prompt of 512 (with `f32`: 2,000) tokens in one go.
 
 use llmd_kernels::cpu::{
-    Activations, AttentionBatch, AttentionHeads, Buffer, CpuDevice, CpuError, CpuOptions, Isa, KvShape, KvType, Output,
-    Rope, Weight,
+    Activations, AttentionBatch, AttentionBlock, AttentionBuffers, AttentionHeads, Buffer, CpuDevice, CpuError,
+    CpuOptions, FeedForwardBlock, FeedForwardBuffers, Isa, KvShape, KvType, Linear, Output, Rope, Weight,
 };
 use llmd_kernels::quant::WeightType;
 use std::time::{Duration, Instant};
@@ -114,8 +114,7 @@ impl Step {
 /// Where the time of steps goes.
 #[derive(Default)]
 struct Times {
-    linear: Duration,
-    attention: Duration,
+    logits: Duration,
     all: Duration,
 }
 
@@ -138,42 +137,43 @@ fn forward(
         block_tables: &s.block_tables,
         block_table_starts: &s.block_table_starts,
     };
+    let linear = |weight| Linear { weight, bias: None };
     let begin = Instant::now();
-    let timed = |to: &mut Duration, since: Instant| *to += since.elapsed();
     d.embed(table, &s.tokens, &mut b.x);
-    for (index, layer) in layers.iter().enumerate() {
-        d.rms_norm(&b.x, rows, &layer.norms[0], 1e-5, &mut b.h);
-        let since = Instant::now();
-        let outputs = [(&layer.q, &mut b.q), (&layer.k, &mut b.k), (&layer.v, &mut b.v)];
-        d.linear(&b.h, rows, outputs.map(|(weight, out)| Output { weight, bias: None, out }));
-        timed(&mut t.linear, since);
-        d.rope(&mut b.q, rows, HEAD_DIM, &s.positions, &rope);
-        d.rope(&mut b.k, rows, HEAD_DIM, &s.positions, &rope);
-        d.write_kv(index, &b.k, &b.v, &s.slots);
-        let since = Instant::now();
-        d.attention(index, &b.q, &batch, &heads, &mut b.h);
-        timed(&mut t.attention, since);
-        let since = Instant::now();
-        d.linear(&b.h, rows, [Output { weight: &layer.o, bias: None, out: &mut b.q }]);
-        timed(&mut t.linear, since);
-        d.add(&mut b.x, &b.q, rows);
-        d.rms_norm(&b.x, rows, &layer.norms[1], 1e-5, &mut b.h);
-        let since = Instant::now();
-        let outputs = [(&layer.gate, &mut b.gate), (&layer.up, &mut b.up)];
-        d.linear(&b.h, rows, outputs.map(|(weight, out)| Output { weight, bias: None, out }));
-        timed(&mut t.linear, since);
-        d.silu_mul(&mut b.gate, &b.up, rows);
-        let since = Instant::now();
-        d.linear(&b.gate, rows, [Output { weight: &layer.down, bias: None, out: &mut b.h }]);
-        timed(&mut t.linear, since);
-        d.add(&mut b.x, &b.h, rows);
-    }
-    d.gather(&b.x, &s.logit_rows, &mut b.last);
     let n = s.logit_rows.len();
+    for (index, layer) in layers.iter().enumerate() {
+        let block = AttentionBlock {
+            norm: &layer.norms[0],
+            eps: 1e-5,
+            q: linear(&layer.q),
+            k: linear(&layer.k),
+            v: linear(&layer.v),
+            output: linear(&layer.o),
+            rope,
+            heads,
+        };
+        let buffers = AttentionBuffers {
+            x: &mut b.x,
+            normed: &mut b.h,
+            q: &mut b.q,
+            k: &mut b.k,
+            v: &mut b.v,
+            attended: &mut b.attended,
+        };
+        d.attention_block(index, &block, &batch, &s.slots, buffers);
+        let is_last = index + 1 == layers.len();
+        if is_last {
+            d.gather(&b.x, &s.logit_rows, &mut b.last);
+        }
+        let (rows, x) = if is_last { (n, &mut b.last) } else { (rows, &mut b.x) };
+        let (gate, up, down) = (linear(&layer.gate), linear(&layer.up), linear(&layer.down));
+        let block = FeedForwardBlock { norm: &layer.norms[1], eps: 1e-5, gate, up, down };
+        d.feed_forward_block(rows, &block, FeedForwardBuffers { x, normed: &mut b.h, gate: &mut b.gate });
+    }
     d.rms_norm(&b.last, n, norm, 1e-5, &mut b.h);
     let since = Instant::now();
     d.linear(&b.h, n, [Output { weight: table, bias: None, out: &mut b.logits }]);
-    timed(&mut t.linear, since);
+    t.logits += since.elapsed();
     t.all += begin.elapsed();
 }
 

@@ -1,12 +1,15 @@
 //! The processor as a backend: `llmd_kernels::cpu` behind the trait, and nothing more.
 
-use super::{AttentionSpec, Backend, BackendError, KvSpec, LinearOutput, RopeSpec, TensorView};
+use super::{
+    AttentionBuffers, AttentionSpec, AttentionWeights, Backend, BackendError, FeedForwardBuffers, FeedForwardWeights,
+    KvSpec, Linear, LinearOutput, RopeSpec, TensorView,
+};
 use crate::batch::ForwardBatch;
 use crate::kv_cache::block::BLOCK_TOKENS;
-pub use llmd_kernels::cpu::{Activations, CpuOptions, Isa, KvType};
 use llmd_kernels::cpu::{
-    AttentionBatch, AttentionHeads, Buffer, CpuDevice, CpuError, KvShape, Output, PAGE_TOKENS, Rope, Weight,
+    self, AttentionBatch, AttentionHeads, Buffer, CpuDevice, CpuError, KvShape, Output, PAGE_TOKENS, Rope, Weight,
 };
+pub use llmd_kernels::cpu::{Activations, CpuOptions, Isa, KvType};
 
 // A block of the cache is a page of the kernels.
 const _: () = assert!(BLOCK_TOKENS == PAGE_TOKENS);
@@ -39,9 +42,34 @@ fn shape(spec: KvSpec) -> KvShape {
     KvShape { layers, kv_heads, head_dim, blocks }
 }
 
+fn rope(spec: &RopeSpec) -> Rope<'_> {
+    let RopeSpec { dimensions, neox, inverse_frequencies, magnitude } = spec;
+    Rope { dimensions: *dimensions, neox: *neox, inverse_frequencies, magnitude: *magnitude }
+}
+
+fn attention_batch(batch: &ForwardBatch) -> AttentionBatch<'_> {
+    AttentionBatch {
+        positions: &batch.positions,
+        cu_seqlens_q: &batch.cu_seqlens_q,
+        block_tables: &batch.block_tables,
+        block_table_starts: &batch.block_table_starts,
+    }
+}
+
+fn heads(spec: AttentionSpec) -> AttentionHeads {
+    let AttentionSpec { heads, kv_heads, head_dim, scale } = spec;
+    AttentionHeads { heads, kv_heads, head_dim, scale }
+}
+
+fn linear(linear: &Linear<Weight>) -> cpu::Linear<'_> {
+    cpu::Linear { weight: &linear.weight, bias: linear.bias.as_ref() }
+}
+
 impl Backend for CpuBackend {
     type Weight = Weight;
     type Buffer = Buffer;
+
+    const FUSES_LAYERS: bool = true;
 
     fn bind_caller(&self) {
         self.device.bind_caller();
@@ -98,13 +126,7 @@ impl Backend for CpuBackend {
     }
 
     fn rope(&mut self, x: &mut Buffer, rows: usize, head_dim: usize, positions: &[u32], rope: &RopeSpec) {
-        let rope = Rope {
-            dimensions: rope.dimensions,
-            neox: rope.neox,
-            inverse_frequencies: &rope.inverse_frequencies,
-            magnitude: rope.magnitude,
-        };
-        self.device.rope(x, rows, head_dim, positions, &rope);
+        self.device.rope(x, rows, head_dim, positions, &self::rope(rope));
     }
 
     fn write_kv(&mut self, layer: usize, k: &Buffer, v: &Buffer, slot_mapping: &[u32]) {
@@ -112,14 +134,46 @@ impl Backend for CpuBackend {
     }
 
     fn attention(&mut self, layer: usize, q: &Buffer, batch: &ForwardBatch, spec: &AttentionSpec, out: &mut Buffer) {
-        let batch = AttentionBatch {
-            positions: &batch.positions,
-            cu_seqlens_q: &batch.cu_seqlens_q,
-            block_tables: &batch.block_tables,
-            block_table_starts: &batch.block_table_starts,
+        self.device.attention(layer, q, &attention_batch(batch), &heads(*spec), out);
+    }
+
+    fn attention_block(
+        &mut self,
+        layer: usize,
+        weights: &AttentionWeights<'_, Weight>,
+        batch: &ForwardBatch,
+        buffers: AttentionBuffers<'_, Buffer>,
+    ) {
+        let block = cpu::AttentionBlock {
+            norm: weights.norm,
+            eps: weights.eps,
+            q: linear(weights.q),
+            k: linear(weights.k),
+            v: linear(weights.v),
+            output: linear(weights.output),
+            rope: rope(weights.rope),
+            heads: heads(weights.spec),
         };
-        let AttentionSpec { heads, kv_heads, head_dim, scale } = *spec;
-        self.device.attention(layer, q, &batch, &AttentionHeads { heads, kv_heads, head_dim, scale }, out);
+        let AttentionBuffers { x, normed, q, k, v, attended, delta: _ } = buffers;
+        let buffers = cpu::AttentionBuffers { x, normed, q, k, v, attended };
+        self.device.attention_block(layer, &block, &attention_batch(batch), &batch.slot_mapping, buffers);
+    }
+
+    fn feed_forward_block(
+        &mut self,
+        rows: usize,
+        weights: &FeedForwardWeights<'_, Weight>,
+        buffers: FeedForwardBuffers<'_, Buffer>,
+    ) {
+        let block = cpu::FeedForwardBlock {
+            norm: weights.norm,
+            eps: weights.eps,
+            gate: linear(weights.gate),
+            up: linear(weights.up),
+            down: linear(weights.down),
+        };
+        let FeedForwardBuffers { x, normed, gate, up: _, delta: _ } = buffers;
+        self.device.feed_forward_block(rows, &block, cpu::FeedForwardBuffers { x, normed, gate });
     }
 
     fn silu_mul(&mut self, gate: &mut Buffer, up: &Buffer, rows: usize) {
@@ -144,6 +198,7 @@ impl Backend for CpuBackend {
 
 #[cfg(test)]
 mod tests {
+    use super::super::plain;
     use super::*;
     use llmd_kernels::quant::WeightType;
     use llmd_kernels::reference;
@@ -292,6 +347,69 @@ mod tests {
         let want: Vec<f32> =
             rows_of_q.chunks_exact(HEAD_DIM).flat_map(|q| reference::attention(q, k, v, 0.35)).collect();
         assert_near(&got, &want);
+    }
+
+    /// Both halves of a layer as operations of the device, and out of plain ones: the same bits.
+    #[test]
+    fn fused_halves_are_the_plain_operations() {
+        const HIDDEN: usize = 40;
+        const HEAD_DIM: usize = 8;
+        const FEATURES: usize = 72;
+        let rope = RopeSpec {
+            dimensions: HEAD_DIM,
+            neox: true,
+            inverse_frequencies: vec![1.0, 0.3, 0.1, 0.03],
+            magnitude: 1.0,
+        };
+        let batch = ForwardBatch {
+            tokens: vec![0; 20],
+            positions: (0..20).collect(),
+            slot_mapping: (0..20).map(|p| if p < 16 { 16 + p } else { p - 16 }).collect(),
+            cu_seqlens_q: vec![0, 20],
+            context_lens: vec![20],
+            block_tables: vec![1, 0],
+            block_table_starts: vec![0, 2],
+            logit_rows: vec![19],
+        };
+        let run = |fused: bool| {
+            let mut b = backend(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+            b.allocate_kv(KvSpec { layers: 1, kv_heads: 2, head_dim: HEAD_DIM, blocks: 2 }).expect("memory");
+            let linear = |b: &mut CpuBackend, rows: usize, columns: usize, seed: usize| Linear {
+                weight: upload(b, "w", rows, columns, &numbers(rows * columns, seed)),
+                bias: Some(upload(b, "bias", 1, rows, &numbers(rows, seed + 100))),
+            };
+            let norm = upload(&mut b, "norm", 1, HIDDEN, &numbers(HIDDEN, 1));
+            let [q, output] =
+                [(4 * HEAD_DIM, HIDDEN, 2), (HIDDEN, 4 * HEAD_DIM, 3)].map(|(r, c, s)| linear(&mut b, r, c, s));
+            let [k, v] = [4, 5].map(|seed| linear(&mut b, 2 * HEAD_DIM, HIDDEN, seed));
+            let [gate, up] = [6, 7].map(|seed| linear(&mut b, FEATURES, HIDDEN, seed));
+            let down = linear(&mut b, HIDDEN, FEATURES, 8);
+            let spec = AttentionSpec { heads: 4, kv_heads: 2, head_dim: HEAD_DIM, scale: 0.35 };
+            let (q, k, v, output) = (&q, &k, &v, &output);
+            let attention = AttentionWeights { norm: &norm, eps: 1e-5, q, k, v, output, rope: &rope, spec };
+            let feed_forward = FeedForwardWeights { norm: &norm, eps: 1e-5, gate: &gate, up: &up, down: &down };
+            let mut buffers = [HIDDEN, HIDDEN, 32, 16, 16, 32, HIDDEN, FEATURES, FEATURES]
+                .map(|columns| b.buffer(batch.rows(), columns).expect("memory"));
+            let [x, normed, q, k, v, attended, delta, gate, up] = &mut buffers;
+            for row in 0..batch.rows() {
+                x.row_mut(row).copy_from_slice(&numbers(HIDDEN, row + 9));
+            }
+            if fused {
+                b.attention_block(0, &attention, &batch, AttentionBuffers { x, normed, q, k, v, attended, delta });
+                b.feed_forward_block(batch.rows(), &feed_forward, FeedForwardBuffers { x, normed, gate, up, delta });
+            } else {
+                let buffers = AttentionBuffers { x, normed, q, k, v, attended, delta };
+                plain::attention_block(&mut b, 0, &attention, &batch, buffers);
+                let buffers = FeedForwardBuffers { x, normed, gate, up, delta };
+                plain::feed_forward_block(&mut b, batch.rows(), &feed_forward, buffers);
+            }
+            let mut values = vec![0.0; batch.rows() * HIDDEN];
+            b.read(&buffers[0], &mut values).expect("memory");
+            values
+        };
+        let (fused, plain) = (run(true), run(false));
+        assert!(fused.iter().all(|x| x.is_finite()) && fused != vec![0.0; fused.len()]);
+        assert!(fused.iter().zip(&plain).all(|(a, b)| a.to_bits() == b.to_bits()));
     }
 
     #[test]

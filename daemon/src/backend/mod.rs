@@ -6,6 +6,7 @@
 //! run in an order fixed by the row's own indices.
 
 pub mod cpu;
+pub mod plain;
 
 use crate::batch::ForwardBatch;
 use llmd_kernels::quant::WeightType;
@@ -65,6 +66,81 @@ pub struct AttentionSpec {
     pub scale: f32,
 }
 
+/// A matrix with its bias.
+#[derive(Debug)]
+pub struct Linear<W> {
+    /// (output features, input features).
+    pub weight: W,
+    /// (output features), or none.
+    pub bias: Option<W>,
+}
+
+/// Weights and numbers of the attention half of a layer.
+pub struct AttentionWeights<'a, W> {
+    /// Of the norm, (hidden).
+    pub norm: &'a W,
+    /// Of the norm.
+    pub eps: f32,
+    /// (heads * head_dim, hidden).
+    pub q: &'a Linear<W>,
+    /// (kv_heads * head_dim, hidden).
+    pub k: &'a Linear<W>,
+    /// (kv_heads * head_dim, hidden).
+    pub v: &'a Linear<W>,
+    /// (hidden, heads * head_dim).
+    pub output: &'a Linear<W>,
+    /// Of queries and keys.
+    pub rope: &'a RopeSpec,
+    /// Of the attention.
+    pub spec: AttentionSpec,
+}
+
+/// Activations of [`Backend::attention_block`], all but `x` overwritten.
+pub struct AttentionBuffers<'a, T> {
+    /// Residual stream, (T, hidden).
+    pub x: &'a mut T,
+    /// (T, hidden).
+    pub normed: &'a mut T,
+    /// (T, heads * head_dim).
+    pub q: &'a mut T,
+    /// (T, kv_heads * head_dim).
+    pub k: &'a mut T,
+    /// (T, kv_heads * head_dim).
+    pub v: &'a mut T,
+    /// (T, heads * head_dim).
+    pub attended: &'a mut T,
+    /// (T, hidden), without rows where [`Backend::FUSES_LAYERS`].
+    pub delta: &'a mut T,
+}
+
+/// Weights and numbers of the feed-forward half of a layer.
+pub struct FeedForwardWeights<'a, W> {
+    /// Of the norm, (hidden).
+    pub norm: &'a W,
+    /// Of the norm.
+    pub eps: f32,
+    /// (features, hidden).
+    pub gate: &'a Linear<W>,
+    /// (features, hidden).
+    pub up: &'a Linear<W>,
+    /// (hidden, features).
+    pub down: &'a Linear<W>,
+}
+
+/// Activations of [`Backend::feed_forward_block`], all but `x` overwritten.
+pub struct FeedForwardBuffers<'a, T> {
+    /// Residual stream, (T, hidden).
+    pub x: &'a mut T,
+    /// (T, hidden).
+    pub normed: &'a mut T,
+    /// (T, features).
+    pub gate: &'a mut T,
+    /// (T, features), without rows where [`Backend::FUSES_LAYERS`].
+    pub up: &'a mut T,
+    /// (T, hidden), without rows where [`Backend::FUSES_LAYERS`].
+    pub delta: &'a mut T,
+}
+
 /// What can go wrong on a device.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
@@ -97,6 +173,10 @@ pub trait Backend: Send {
     type Weight: Send;
     /// (rows, columns) of f32 activations on the device.
     type Buffer: Send;
+
+    /// Whether the two halves of a layer are operations of their own here, which need no room for what lies between the plain
+    /// ones.
+    const FUSES_LAYERS: bool = false;
 
     /// Called once by the thread that will step, before its first step: a backend that computes on its caller's thread binds
     /// it to a processor. Threads started by it afterwards inherit that.
@@ -135,6 +215,25 @@ pub trait Backend: Send {
     );
     /// gate = silu(gate) * up.
     fn silu_mul(&mut self, gate: &mut Self::Buffer, up: &Self::Buffer, rows: usize);
+    /// x += output(attention(q, k and v of norm(x))), for layer `layer` and all rows of the batch.
+    fn attention_block(
+        &mut self,
+        layer: usize,
+        weights: &AttentionWeights<'_, Self::Weight>,
+        batch: &ForwardBatch,
+        buffers: AttentionBuffers<'_, Self::Buffer>,
+    ) {
+        plain::attention_block(self, layer, weights, batch, buffers);
+    }
+    /// x += down(silu(gate(norm(x))) * up(norm(x))).
+    fn feed_forward_block(
+        &mut self,
+        rows: usize,
+        weights: &FeedForwardWeights<'_, Self::Weight>,
+        buffers: FeedForwardBuffers<'_, Self::Buffer>,
+    ) {
+        plain::feed_forward_block(self, rows, weights, buffers);
+    }
     /// out[i] = x[rows[i]].
     fn gather(&mut self, x: &Self::Buffer, rows: &[u32], out: &mut Self::Buffer);
     /// Copies the leading `out.len() / columns` rows to the host.

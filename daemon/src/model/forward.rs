@@ -5,8 +5,10 @@
 //! contract of `Backend`).
 
 use super::architecture::Architecture;
-use super::weights::{LayerWeights, Linear, Weights};
-use crate::backend::{Backend, BackendError, LinearOutput};
+use super::weights::{LayerWeights, Weights};
+use crate::backend::{
+    AttentionBuffers, AttentionWeights, Backend, BackendError, FeedForwardBuffers, FeedForwardWeights, LinearOutput,
+};
 use crate::batch::ForwardBatch;
 
 /// Activations of one step, allocated at start and used again by every layer of every step.
@@ -24,11 +26,11 @@ pub struct Activations<T> {
     v: T,
     /// (T, heads * head_dim).
     attended: T,
-    /// What is added to the residual stream, (T, hidden).
+    /// What is added to the residual stream, (T, hidden); without rows where the backend adds at once.
     delta: T,
     /// (T, feed_forward).
     gate: T,
-    /// (T, feed_forward).
+    /// (T, feed_forward); without rows where the backend multiplies at once.
     up: T,
     /// Residual stream of the rows whose logits are wanted, (L, hidden).
     last: T,
@@ -47,6 +49,7 @@ impl<T> Activations<T> {
         logit_rows: usize,
     ) -> Result<Self, BackendError> {
         let a = architecture;
+        let between = Self::rows_between::<B>(rows);
         Ok(Self {
             x: backend.buffer(rows, a.hidden)?,
             normed: backend.buffer(rows, a.hidden)?,
@@ -54,19 +57,25 @@ impl<T> Activations<T> {
             k: backend.buffer(rows, a.kv_columns())?,
             v: backend.buffer(rows, a.kv_columns())?,
             attended: backend.buffer(rows, a.query_columns())?,
-            delta: backend.buffer(rows, a.hidden)?,
+            delta: backend.buffer(between, a.hidden)?,
             gate: backend.buffer(rows, a.feed_forward)?,
-            up: backend.buffer(rows, a.feed_forward)?,
+            up: backend.buffer(between, a.feed_forward)?,
             last: backend.buffer(logit_rows, a.hidden)?,
             last_normed: backend.buffer(logit_rows, a.hidden)?,
             logits: backend.buffer(logit_rows, a.vocab_size)?,
         })
     }
 
+    /// Rows of the buffers that only plain operations need.
+    fn rows_between<B: Backend>(rows: usize) -> usize {
+        if B::FUSES_LAYERS { 0 } else { rows }
+    }
+
     /// f32 elements of all buffers, as `allocate` makes them.
-    pub fn elements(architecture: &Architecture, rows: usize, logit_rows: usize) -> usize {
+    pub fn elements<B: Backend>(architecture: &Architecture, rows: usize, logit_rows: usize) -> usize {
         let a = architecture;
-        rows * (3 * a.hidden + 2 * a.query_columns() + 2 * a.kv_columns() + 2 * a.feed_forward)
+        rows * (2 * a.hidden + 2 * a.query_columns() + 2 * a.kv_columns() + a.feed_forward)
+            + Self::rows_between::<B>(rows) * (a.hidden + a.feed_forward)
             + logit_rows * (2 * a.hidden + a.vocab_size)
     }
 }
@@ -82,20 +91,33 @@ pub fn forward<B: Backend>(
     logits: &mut [f32],
 ) -> Result<(), BackendError> {
     debug_assert_eq!(logits.len(), batch.logit_rows.len() * architecture.vocab_size);
-    backend.embed(&weights.token_embedding, &batch.tokens, &mut activations.x);
-    for (index, layer) in weights.layers.iter().enumerate() {
-        attention(backend, architecture, index, layer, activations, batch);
-        feed_forward(backend, architecture, layer, activations, batch.rows());
+    let a = activations;
+    let (rows, logit_rows) = (batch.rows(), batch.logit_rows.len());
+    backend.embed(&weights.token_embedding, &batch.tokens, &mut a.x);
+    let Some((last, layers)) = weights.layers.split_last() else { unreachable!("an architecture has layers") };
+    for (index, layer) in layers.iter().enumerate() {
+        attention(backend, architecture, index, layer, a, batch);
+        feed_forward(backend, architecture, layer, a, rows, Stream::All);
     }
-    if batch.logit_rows.is_empty() {
+    // What comes after the last layer's keys and values concerns only the rows that are sampled from.
+    attention(backend, architecture, layers.len(), last, a, batch);
+    if logit_rows == 0 {
         return Ok(());
     }
-    let (a, rows) = (activations, batch.logit_rows.len());
     backend.gather(&a.x, &batch.logit_rows, &mut a.last);
-    backend.rms_norm(&a.last, rows, &weights.output_norm, architecture.rms_norm_eps, &mut a.last_normed);
+    feed_forward(backend, architecture, last, a, logit_rows, Stream::Last);
+    backend.rms_norm(&a.last, logit_rows, &weights.output_norm, architecture.rms_norm_eps, &mut a.last_normed);
     let output = weights.output.as_ref().unwrap_or(&weights.token_embedding);
-    backend.linear(&a.last_normed, rows, &mut [LinearOutput { weight: output, bias: None, out: &mut a.logits }]);
+    backend.linear(&a.last_normed, logit_rows, &mut [LinearOutput { weight: output, bias: None, out: &mut a.logits }]);
     backend.read(&a.logits, logits)
+}
+
+/// Which rows of the residual stream.
+enum Stream {
+    /// All of the step.
+    All,
+    /// Those that are sampled from.
+    Last,
 }
 
 /// x += attention(norm(x)).
@@ -107,40 +129,49 @@ fn attention<B: Backend>(
     a: &mut Activations<B::Buffer>,
     batch: &ForwardBatch,
 ) {
-    let (rows, head_dim) = (batch.rows(), architecture.head_dim);
-    backend.rms_norm(&a.x, rows, &layer.attn_norm, architecture.rms_norm_eps, &mut a.normed);
-    backend.linear(
-        &a.normed,
-        rows,
-        &mut [layer.attn_q.to(&mut a.q), layer.attn_k.to(&mut a.k), layer.attn_v.to(&mut a.v)],
-    );
-    backend.rope(&mut a.q, rows, head_dim, &batch.positions, &architecture.rope);
-    backend.rope(&mut a.k, rows, head_dim, &batch.positions, &architecture.rope);
-    // All rows' keys are written before any row attends: within a chunk, later rows see earlier ones in the cache.
-    backend.write_kv(index, &a.k, &a.v, &batch.slot_mapping);
-    backend.attention(index, &a.q, batch, &architecture.attention(), &mut a.attended);
-    backend.linear(&a.attended, rows, &mut [layer.attn_output.to(&mut a.delta)]);
-    backend.add(&mut a.x, &a.delta, rows);
+    let weights = AttentionWeights {
+        norm: &layer.attn_norm,
+        eps: architecture.rms_norm_eps,
+        q: &layer.attn_q,
+        k: &layer.attn_k,
+        v: &layer.attn_v,
+        output: &layer.attn_output,
+        rope: &architecture.rope,
+        spec: architecture.attention(),
+    };
+    let buffers = AttentionBuffers {
+        x: &mut a.x,
+        normed: &mut a.normed,
+        q: &mut a.q,
+        k: &mut a.k,
+        v: &mut a.v,
+        attended: &mut a.attended,
+        delta: &mut a.delta,
+    };
+    backend.attention_block(index, &weights, batch, buffers);
 }
 
-/// x += down(silu(gate(norm(x))) * up(norm(x))).
+/// x += down(silu(gate(norm(x))) * up(norm(x))), in the rows of `stream`.
 fn feed_forward<B: Backend>(
     backend: &mut B,
     architecture: &Architecture,
     layer: &LayerWeights<B::Weight>,
     a: &mut Activations<B::Buffer>,
     rows: usize,
+    stream: Stream,
 ) {
-    backend.rms_norm(&a.x, rows, &layer.ffn_norm, architecture.rms_norm_eps, &mut a.normed);
-    backend.linear(&a.normed, rows, &mut [layer.ffn_gate.to(&mut a.gate), layer.ffn_up.to(&mut a.up)]);
-    backend.silu_mul(&mut a.gate, &a.up, rows);
-    backend.linear(&a.gate, rows, &mut [layer.ffn_down.to(&mut a.delta)]);
-    backend.add(&mut a.x, &a.delta, rows);
-}
-
-impl<W> Linear<W> {
-    /// This projection with its place to go.
-    fn to<'a, B: Backend<Weight = W>>(&'a self, out: &'a mut B::Buffer) -> LinearOutput<'a, B> {
-        LinearOutput { weight: &self.weight, bias: self.bias.as_ref(), out }
-    }
+    let weights = FeedForwardWeights {
+        norm: &layer.ffn_norm,
+        eps: architecture.rms_norm_eps,
+        gate: &layer.ffn_gate,
+        up: &layer.ffn_up,
+        down: &layer.ffn_down,
+    };
+    let x = match stream {
+        Stream::All => &mut a.x,
+        Stream::Last => &mut a.last,
+    };
+    let buffers =
+        FeedForwardBuffers { x, normed: &mut a.normed, gate: &mut a.gate, up: &mut a.up, delta: &mut a.delta };
+    backend.feed_forward_block(rows, &weights, buffers);
 }

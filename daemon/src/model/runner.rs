@@ -83,7 +83,7 @@ impl<B: Backend> ModelRunner<B> {
         let activations = Activations::allocate(&mut backend, &architecture, rows, logit_rows)?;
         backend.allocate_kv(architecture.kv_spec(kv_blocks))?;
         let logits = host_buffer(logit_rows * architecture.vocab_size)?;
-        let elements = Activations::<B::Buffer>::elements(&architecture, rows, logit_rows) + logits.len();
+        let elements = Activations::<B::Buffer>::elements::<B>(&architecture, rows, logit_rows) + logits.len();
         let memory = MemoryFigures {
             weight_bytes: model.gguf.tensor_bytes(),
             activation_bytes: (elements * size_of::<f32>()) as u64,

@@ -4,7 +4,7 @@ use super::architecture::Architecture;
 use super::error::ModelError;
 use super::gguf::Gguf;
 use super::rope::FREQUENCY_DIVISORS;
-use crate::backend::{Backend, TensorView};
+use crate::backend::{Backend, Linear, TensorView};
 
 /// Names of the tensors that stand once.
 pub(super) mod names {
@@ -65,15 +65,6 @@ const PARTS: [Part; 16] = [
     FFN_UP_BIAS,
     FFN_DOWN_BIAS,
 ];
-
-/// A matrix with its bias.
-#[derive(Debug)]
-pub struct Linear<W> {
-    /// (output features, input features).
-    pub weight: W,
-    /// (output features), or none.
-    pub bias: Option<W>,
-}
 
 /// One layer on a device.
 #[derive(Debug)]
