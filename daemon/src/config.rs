@@ -122,6 +122,10 @@ pub struct Config {
     /// Whether prompts that begin alike share their key-value blocks: true or false [default: true]
     #[arg(long, env = "LLMD_PREFIX_CACHE", value_name = "true|false")]
     pub prefix_cache: Option<Written>,
+    /// Whether weights and cache are locked in memory, never to be swapped out: true or false; the service needs
+    /// LimitMEMLOCK=infinity [default: false]
+    #[arg(long, env = "LLMD_LOCK_MEMORY", value_name = "true|false")]
+    pub lock_memory: Option<Written>,
     /// How steps are put together: continuous, or static (a batch is filled and ends with its last member; only to
     /// compare) [default: continuous]
     #[arg(long, env = "LLMD_SCHEDULER", value_name = "continuous|static")]
@@ -352,6 +356,7 @@ impl Config {
             tokens_per_step,
             prefill_chunk_max,
             prefix_cache,
+            lock_memory,
             scheduler,
             sessions_max,
             sessions_per_uid,
@@ -377,6 +382,7 @@ impl Config {
             ("tokens_per_step", tokens_per_step),
             ("prefill_chunk_max", prefill_chunk_max),
             ("prefix_cache", prefix_cache),
+            ("lock_memory", lock_memory),
             ("scheduler", scheduler),
             ("sessions_max", sessions_max),
             ("sessions_per_uid", sessions_per_uid),
@@ -464,6 +470,7 @@ impl Config {
             tokens_per_step,
             prefill_chunk_max,
             prefix_cache: check.choice("prefix_cache", &self.prefix_cache, &BOOLS, true)?,
+            lock_memory: check.choice("lock_memory", &self.lock_memory, &BOOLS, false)?,
             scheduler: check.choice("scheduler", &self.scheduler, &SCHEDULERS, SchedulerPolicy::Continuous)?,
             sessions_max,
             sessions_per_uid: number("sessions_per_uid", &self.sessions_per_uid, &uid_range, 128.min(sessions_max))?,

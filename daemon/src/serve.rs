@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use llmd_kernels::cpu;
 use llmd_protocol::control::ModelStatus;
+use nix::sys::mman::{MlockAllFlags, mlockall};
 
 use crate::backend::cpu::CpuBackend;
 use crate::config::{Activations, Device, Isa, KvSize, KvType, SchedulerPolicy, Settings};
@@ -65,9 +66,19 @@ pub fn load(settings: &Settings, progress: &mut dyn FnMut(u64, u64)) -> Result<L
     let runner: Box<dyn Runner> = match settings.device {
         Device::Cpu => {
             let backend = CpuBackend::new(cpu_options(settings))?;
+            if backend.threads() < settings.threads {
+                log::warn!(
+                    "threads = {}, but this process may use {} processors: computing with as many threads",
+                    settings.threads,
+                    backend.threads()
+                );
+            }
             Box::new(ModelRunner::new(backend, &model, limits, progress).map_err(|e| named(&e))?)
         }
     };
+    if settings.lock_memory {
+        lock_memory()?;
+    }
     let memory = runner.memory();
     let context_max = model.architecture.context_length.min(memory.kv_blocks * BLOCK_TOKENS);
     let scheduler = Scheduler::new(SchedulerSettings {
@@ -100,6 +111,13 @@ pub fn load(settings: &Settings, progress: &mut dyn FnMut(u64, u64)) -> Result<L
     let info = ModelInfo { model: model_status, device: runner.describe(), kv_bytes: memory.kv_bytes };
     let sampler = Sampler::new(runner.vocab_size());
     Ok(Loaded { runner, scheduler, sampler, tokenizer, chat_template, context_max, info })
+}
+
+/// Locks all that is mapped now: weights, cache, activations, code.
+fn lock_memory() -> Result<(), String> {
+    mlockall(MlockAllFlags::MCL_CURRENT).map_err(|error| {
+        format!("lock_memory: {error}; raise the limit (LimitMEMLOCK=infinity in the service, ulimit -l unlimited in a shell)")
+    })
 }
 
 /// Number of weights.

@@ -239,15 +239,22 @@ impl Daemon {
     }
 
     fn wait_until_ready(&mut self) {
+        if !self.try_wait_until_ready() {
+            panic!("the daemon ended before it was ready:\n{}", self.folder.log_end());
+        }
+    }
+
+    /// Waits until it is ready, or has ended, which gives false.
+    pub fn try_wait_until_ready(&mut self) -> bool {
         let control = self.control();
-        let (child, folder) = (&mut self.child, &self.folder);
+        let child = &mut self.child;
+        let mut has_ended = false;
         wait_until("the daemon is ready", || {
-            if let Some(status) = child.try_wait().expect("look at the daemon") {
-                panic!("the daemon ended with {status} before it was ready:\n{}", folder.log_end());
-            }
+            has_ended = child.try_wait().expect("look at the daemon").is_some();
             let state = control::status(&control, PATIENCE).map(|status| status.state);
-            matches!(state, Ok(DaemonState::Ready))
+            has_ended || matches!(state, Ok(DaemonState::Ready))
         });
+        !has_ended
     }
 }
 

@@ -148,6 +148,26 @@ fn tokens_do_not_depend_on_the_company() {
 }
 
 #[test]
+fn more_threads_than_processors_are_said_and_do_not_matter() {
+    let expected = alone(&Daemon::tiny(&[]));
+    let daemon = Daemon::tiny(&["--threads=1000"]);
+    assert!(daemon.log().contains("threads = 1000, but this process may use"), "{}", daemon.log());
+    assert_eq!(alone(&daemon), expected);
+}
+
+#[test]
+fn memory_is_locked_on_request_or_the_limit_is_named() {
+    let mut daemon = Setup::tiny().with("--lock-memory=true").start_unready();
+    if daemon.try_wait_until_ready() {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.pid())).expect("a running daemon");
+        let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:")).expect("a line of locked memory");
+        assert_ne!(locked.trim(), "0 kB");
+    } else {
+        assert!(daemon.log().contains("LimitMEMLOCK=infinity"), "{}", daemon.log());
+    }
+}
+
+#[test]
 fn tokens_do_not_depend_on_a_cache_hit() {
     let cached = Daemon::tiny(&["--prefix-cache=true"]);
     let first = alone(&cached);

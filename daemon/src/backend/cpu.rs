@@ -26,6 +26,11 @@ impl CpuBackend {
         let device = CpuDevice::new(options).map_err(|error| device_error("", error))?;
         Ok(Self { device, options })
     }
+
+    /// Compute threads, the caller's among them: no more than the processors this process may use.
+    pub fn threads(&self) -> usize {
+        self.device.threads()
+    }
 }
 
 /// `name` is the tensor's, where there is one.

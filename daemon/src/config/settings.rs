@@ -96,6 +96,7 @@ pub struct Settings {
     pub tokens_per_step: usize,
     pub prefill_chunk_max: usize,
     pub prefix_cache: bool,
+    pub lock_memory: bool,
     pub scheduler: SchedulerPolicy,
     pub sessions_max: usize,
     pub sessions_per_uid: usize,
@@ -141,6 +142,7 @@ impl Settings {
         line("tokens_per_step", self.tokens_per_step.to_string());
         line("prefill_chunk_max", self.prefill_chunk_max.to_string());
         line("prefix_cache", self.prefix_cache.to_string());
+        line("lock_memory", self.lock_memory.to_string());
         line("scheduler", quoted(word(&SCHEDULERS, &self.scheduler)));
         line("sessions_max", self.sessions_max.to_string());
         line("sessions_per_uid", self.sessions_per_uid.to_string());

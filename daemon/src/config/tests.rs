@@ -26,7 +26,7 @@ fn without_anything_written_the_defaults_hold() {
     assert_eq!((settings.sequences_max, settings.tokens_per_step, settings.prefill_chunk_max), (64, 512, 256));
     assert_eq!((settings.metrics, settings.step_log), (None, None));
     assert_eq!(settings.drain_timeout, Duration::from_secs(30));
-    assert!(settings.prefix_cache);
+    assert!(settings.prefix_cache && !settings.lock_memory);
 }
 
 #[test]
@@ -61,6 +61,7 @@ fn every_bound_is_checked_and_named() {
         ("prefill_chunk_max", "0", "from 16 to 512"),
         ("prefill_chunk_max", "100", "a multiple of 16"),
         ("prefix_cache", "\"yes\"", "true, false"),
+        ("lock_memory", "\"yes\"", "true, false"),
         ("scheduler", "\"fifo\"", "continuous, static"),
         ("sessions_max", "1025", "from 1 to 1024"),
         ("sessions_per_uid", "257", "from 1 to 256"),
@@ -253,7 +254,7 @@ proptest! {
     fn printed_settings_mean_the_same(
         sequences in 1u64..=4096, extra in 0u64..100, blocks in proptest::option::of(1u64..=268435455),
         metrics in prop_oneof![Just("off"), Just("127.0.0.1:9"), Just("[::1]:9400"), Just("unix:/tmp/a b\"c")],
-        level in 0usize..6, step_log in proptest::option::of("[ -~]{1,30}"), cache in any::<bool>(),
+        level in 0usize..6, step_log in proptest::option::of("[ -~]{1,30}"), cache in any::<bool>(), lock in any::<bool>(),
     ) {
         let written = |text: String| Some(Written(text));
         let config = Config {
@@ -264,6 +265,7 @@ proptest! {
             metrics: Some(metrics.into()),
             log_level: Some(LEVELS[level].0.into()),
             prefix_cache: written(cache.to_string()),
+            lock_memory: written(lock.to_string()),
             step_log: step_log.and_then(written),
             ..Config::default()
         };
