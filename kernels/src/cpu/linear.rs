@@ -342,7 +342,6 @@ pub(crate) fn linear<'a>(
 ) {
     let input = Input { x: x.pointer(), quantized: activations.view(x.stride() / BLOCK) };
     let mut is_quantized = false;
-    let threads = pool.threads();
     for output in outputs {
         let projection = Projection::new(output.weight, output.bias);
         if projection.is_quantized() && !is_quantized {
@@ -351,13 +350,14 @@ pub(crate) fn linear<'a>(
                 unsafe { quantize_rows(isa, input.x, rows, input.quantized) }
             };
             if rows * x.stride() >= PARALLEL_ELEMENTS_MIN {
+                let threads = pool.threads();
                 pool.run(&|index| quantize(split(rows, index, threads)));
             } else {
                 quantize(0..rows);
             }
             is_quantized = true;
         }
-        let out = output.out.pointer();
+        let (out, threads) = (output.out.pointer(), pool.threads());
         pool.run(&|index| {
             let panels = split(projection.panels(), index, threads);
             // SAFETY: shapes are checked by the caller; panels of different threads are different columns; the scratch is

@@ -19,6 +19,7 @@ mod isa;
 mod kv;
 mod layer;
 mod linear;
+mod pace;
 mod panel;
 mod pool;
 mod profile;
@@ -167,8 +168,8 @@ impl CpuDevice {
             activations: ActivationScratch::new(options.activations.planes(), 0)?,
             gated: ActivationScratch::new(options.activations.planes(), 0)?,
             profile: None,
-            weight_scratch: ScratchPerThread::new("products of weights", pool.threads(), 0)?,
-            attention_scratch: ScratchPerThread::new("attention scores", pool.threads(), 0)?,
+            weight_scratch: ScratchPerThread::new("products of weights", pool.threads_max(), 0)?,
+            attention_scratch: ScratchPerThread::new("attention scores", pool.threads_max(), 0)?,
             rope: RopeTable::default(),
             rows_max: 0,
             columns_max: 0,
@@ -182,9 +183,9 @@ impl CpuDevice {
         self.isa.isa()
     }
 
-    /// Compute threads, the caller among them.
+    /// Compute threads at most, the caller among them; fewer compute while other programs keep them from running.
     pub fn threads(&self) -> usize {
-        self.pool.threads()
+        self.pool.threads_max()
     }
 
     /// Counts from now on where the time of layers goes, or stops counting; counting costs a few clock readings a layer.
@@ -212,7 +213,7 @@ impl CpuDevice {
         };
         let scratch = layer::PRODUCTS_LEN + scratch;
         if scratch > self.weight_scratch.len() {
-            self.weight_scratch = ScratchPerThread::new("products of weights", self.pool.threads(), scratch)?;
+            self.weight_scratch = ScratchPerThread::new("products of weights", self.pool.threads_max(), scratch)?;
         }
         Ok(weight)
     }
@@ -237,7 +238,7 @@ impl CpuDevice {
         self.kv = None;
         self.kv = Some(KvCache::new(shape, self.options.kv)?);
         let len = attention::scratch_len(shape.head_dim);
-        self.attention_scratch = ScratchPerThread::new("attention scores", self.pool.threads(), len)?;
+        self.attention_scratch = ScratchPerThread::new("attention scores", self.pool.threads_max(), len)?;
         self.reserve_rope();
         Ok(())
     }

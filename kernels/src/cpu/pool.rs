@@ -3,8 +3,9 @@
 //! One region at a time: every thread, the caller among them, runs the same closure with its own index, and `run` returns
 //! when all have. Work is split by index, statically, so each core keeps meeting the same weights in its cache.
 //! A waiting worker spins, then yields, then parks: during a step it answers in a fraction of a microsecond; on a host
-//! with more to run than cores it gives way; an idle daemon uses no processor time.
+//! with more to run than cores it gives way, and fewer threads compute (`pace.rs`); an idle daemon uses no processor time.
 
+use super::pace::Pace;
 use super::topology::{self, Processors};
 use std::cell::UnsafeCell;
 use std::panic::{self, AssertUnwindSafe};
@@ -17,14 +18,17 @@ use std::time::{Duration, Instant};
 const SPIN_ROUNDS: u32 = 4_000;
 /// How long a worker yields before it parks: longer than what an engine does between two passes.
 const YIELD_FOR: Duration = Duration::from_millis(2);
+/// Bits of `epoch` that hold the number of threads.
+const THREADS_BITS: u32 = 16;
+const THREADS_MASK: u64 = (1 << THREADS_BITS) - 1;
 
 type Job = dyn Fn(usize) + Sync;
 
 /// What the caller and the workers share. Own cache lines for what different threads write.
 struct Shared {
-    /// Number of the current region; a change is the signal to begin.
+    /// Number of the current region and, in the low `THREADS_BITS`, how many threads it has; a change is their signal to begin.
     epoch: Line<AtomicU64>,
-    /// Workers that have not finished the current region.
+    /// Workers of the current region that have not finished it.
     pending: Line<AtomicUsize>,
     /// Written by the caller while no worker runs; read by workers between `epoch` and `pending`.
     job: UnsafeCell<Option<*const Job>>,
@@ -34,6 +38,8 @@ struct Shared {
     meeting: Line<AtomicUsize>,
     /// A closure panicked in the current region.
     panicked: AtomicBool,
+    /// Nanoseconds the caller has waited for threads that did not run.
+    stalled: AtomicU64,
     stop: AtomicBool,
     /// One for each worker: it is parked or about to be.
     parked: Vec<Line<AtomicBool>>,
@@ -52,6 +58,7 @@ unsafe impl Send for Shared {}
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     workers: Vec<(Thread, Option<JoinHandle<()>>)>,
+    pace: Pace,
     /// Where the caller belongs when it asks to be bound.
     caller_processor: Option<usize>,
 }
@@ -62,7 +69,7 @@ impl Pool {
     pub(crate) fn new(threads: Option<usize>) -> std::io::Result<Self> {
         let processors = Processors::allowed();
         let most = processors.numbers.len().max(1);
-        let threads = threads.unwrap_or_else(|| processors.threads_default()).clamp(1, most);
+        let threads = threads.unwrap_or_else(|| processors.threads_default()).clamp(1, most.min(THREADS_MASK as usize));
         let shared = Arc::new(Shared {
             epoch: Line(AtomicU64::new(0)),
             pending: Line(AtomicUsize::new(0)),
@@ -70,11 +77,12 @@ impl Pool {
             arrived: Line(AtomicUsize::new(0)),
             meeting: Line(AtomicUsize::new(0)),
             panicked: AtomicBool::new(false),
+            stalled: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             parked: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
         });
         let caller_processor = processors.numbers.first().copied();
-        let mut pool = Self { shared, workers: Vec::new(), caller_processor };
+        let mut pool = Self { shared, workers: Vec::new(), pace: Pace::new(threads), caller_processor };
         for index in 1..threads {
             let shared = Arc::clone(&pool.shared);
             let processor = processors.numbers.get(index).copied();
@@ -89,9 +97,14 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Threads, the caller among them.
-    pub(crate) fn threads(&self) -> usize {
+    /// Threads at most, the caller among them.
+    pub(crate) fn threads_max(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// Threads of the next region.
+    pub(crate) fn threads(&self) -> usize {
+        self.pace.threads
     }
 
     /// Binds the calling thread to the processor that no worker is bound to.
@@ -107,14 +120,21 @@ impl Pool {
         self.run(&|index| job(Member { index, threads, shared: &shared }));
     }
 
-    /// Runs `job(index)` for every index below `threads`, each on its own thread, and waits for all.
+    /// Runs `job(index)` for every index below [`Self::threads`], each on its own thread, and waits for all.
     ///
     /// # Panics
     /// When the closure panicked on any thread.
     pub(crate) fn run(&mut self, job: &(dyn Fn(usize) + Sync)) {
-        if self.workers.is_empty() {
-            return job(0);
+        match self.threads() {
+            1 => job(0),
+            threads => self.run_on(threads, job),
         }
+        if !self.workers.is_empty() {
+            self.pace.adjust(&self.shared.stalled, self.workers.len() + 1);
+        }
+    }
+
+    fn run_on(&self, threads: usize, job: &(dyn Fn(usize) + Sync)) {
         let shared = &*self.shared;
         shared.panicked.store(false, Ordering::Relaxed);
         // A panic may have left some who had come; nobody is inside a region now.
@@ -122,13 +142,14 @@ impl Pool {
         // SAFETY: only the lifetime changes. `Wait` below does not let this function end, by return or by panic, before
         // every worker is done with the closure.
         let job_static: *const Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Job>(job) };
-        // SAFETY: `pending` is 0 and `&mut self` is exclusive: no worker reads `job` until `epoch` changes.
+        // SAFETY: `pending` is 0 and the caller, `run`, has `self` exclusively: no worker reads `job` until `epoch` changes.
         unsafe { *shared.job.get() = Some(job_static) };
-        shared.pending.0.store(self.workers.len(), Ordering::Relaxed);
+        shared.pending.0.store(threads - 1, Ordering::Relaxed);
         // Release (in SeqCst): pairs with the workers' load of `epoch`, which makes job and pending visible to them.
         // SeqCst with the load of `parked`: either we see that a worker parks, or it sees the new epoch first.
-        shared.epoch.0.fetch_add(1, Ordering::SeqCst);
-        for (parked, (thread, _)) in shared.parked.iter().zip(&self.workers) {
+        let number = shared.epoch.0.load(Ordering::Relaxed) >> THREADS_BITS;
+        shared.epoch.0.store(((number + 1) << THREADS_BITS) | threads as u64, Ordering::SeqCst);
+        for (parked, (thread, _)) in shared.parked.iter().zip(&self.workers).take(threads - 1) {
             if parked.0.load(Ordering::SeqCst) {
                 thread.unpark();
             }
@@ -140,13 +161,21 @@ impl Pool {
     }
 }
 
-/// Spins, then yields, until `done`.
+/// Spins, then yields, until `done`. What is waited after spinning is added to `stalled`, nanoseconds.
 #[inline]
-fn spin_until(done: impl Fn() -> bool) {
-    let mut rounds = 0;
+fn spin_until(stalled: Option<&AtomicU64>, done: impl Fn() -> bool) {
+    for _ in 0..SPIN_ROUNDS {
+        if done() {
+            return;
+        }
+        std::hint::spin_loop();
+    }
+    let since = Instant::now();
     while !done() {
-        rounds += 1;
-        if rounds < SPIN_ROUNDS { std::hint::spin_loop() } else { std::thread::yield_now() }
+        std::thread::yield_now();
+    }
+    if let Some(stalled) = stalled {
+        stalled.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 }
 
@@ -183,7 +212,10 @@ impl Member<'_> {
             shared.meeting.0.store(meeting.wrapping_add(1), Ordering::Release);
             return;
         }
-        spin_until(|| shared.meeting.0.load(Ordering::Acquire) != meeting || shared.panicked.load(Ordering::Acquire));
+        let stalled = (self.index == 0).then_some(&shared.stalled);
+        spin_until(stalled, || {
+            shared.meeting.0.load(Ordering::Acquire) != meeting || shared.panicked.load(Ordering::Acquire)
+        });
         if shared.meeting.0.load(Ordering::Acquire) == meeting {
             panic!("another compute thread panicked");
         }
@@ -200,7 +232,7 @@ impl Drop for Wait<'_> {
             self.0.panicked.store(true, Ordering::Release);
         }
         // Acquire: pairs with the workers' decrement, so that their writes are ours to read.
-        spin_until(|| self.0.pending.0.load(Ordering::Acquire) == 0);
+        spin_until(Some(&self.0.stalled), || self.0.pending.0.load(Ordering::Acquire) == 0);
     }
 }
 
@@ -208,7 +240,7 @@ impl Shared {
     fn work(&self, index: usize) {
         let mut seen = 0;
         loop {
-            seen = self.next_epoch(seen, &self.parked[index - 1].0);
+            seen = self.next_epoch(seen, index);
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
@@ -225,37 +257,47 @@ impl Shared {
         }
     }
 
-    /// Waits for an epoch other than `seen`.
-    fn next_epoch(&self, seen: u64, parked: &AtomicBool) -> u64 {
-        // Acquire: pairs with the caller's increment.
-        let current = || self.epoch.0.load(Ordering::Acquire);
+    /// Waits for an epoch other than `seen` that has work for thread `index`.
+    fn next_epoch(&self, seen: u64, index: usize) -> u64 {
+        let parked = &self.parked[index - 1].0;
+        // An epoch with work for us stays until we have done it.
+        let called = |order: Ordering| {
+            let epoch = self.epoch.0.load(order);
+            (epoch != seen && (epoch & THREADS_MASK) as usize > index).then_some(epoch)
+        };
+        // Acquire: pairs with the caller's store.
         for _ in 0..SPIN_ROUNDS {
-            if current() != seen {
-                return current();
+            if let Some(epoch) = called(Ordering::Acquire) {
+                return epoch;
             }
             std::hint::spin_loop();
         }
         let since = Instant::now();
         while since.elapsed() < YIELD_FOR {
-            if current() != seen {
-                return current();
+            if let Some(epoch) = called(Ordering::Acquire) {
+                return epoch;
             }
             std::thread::yield_now();
         }
         parked.store(true, Ordering::SeqCst);
-        // SeqCst: pairs with the caller, see `run`.
-        while self.epoch.0.load(Ordering::SeqCst) == seen {
+        // SeqCst: pairs with the caller, see `run_on`.
+        let epoch = loop {
+            if let Some(epoch) = called(Ordering::SeqCst) {
+                break epoch;
+            }
             std::thread::park();
-        }
+        };
         parked.store(false, Ordering::Relaxed);
-        current()
+        epoch
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.epoch.0.fetch_add(1, Ordering::SeqCst);
+        // Another number, and work for everyone: to stop.
+        let number = self.shared.epoch.0.load(Ordering::Relaxed) >> THREADS_BITS;
+        self.shared.epoch.0.store(((number + 1) << THREADS_BITS) | THREADS_MASK, Ordering::SeqCst);
         for (thread, handle) in &mut self.workers {
             thread.unpark();
             if let Some(handle) = handle.take() {
@@ -278,9 +320,10 @@ mod tests {
     #[test]
     fn every_thread_runs_every_region_once() {
         let mut pool = Pool::new(None).expect("threads");
-        let threads = pool.threads();
+        let threads = pool.threads_max();
         let ran: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
         for round in 1..=300 {
+            pool.pace = Pace::new(threads);
             pool.run(&|index| {
                 ran[index].fetch_add(1, Ordering::Relaxed);
             });
@@ -295,15 +338,16 @@ mod tests {
     #[test]
     fn a_panic_on_any_thread_reaches_the_caller_and_the_pool_lives_on() {
         let mut pool = Pool::new(Some(2)).expect("threads");
-        for bad in 0..pool.threads() {
+        for bad in 0..pool.threads_max() {
+            pool.pace = Pace::new(pool.threads_max());
             let result = panic::catch_unwind(AssertUnwindSafe(|| pool.run(&|index| assert_ne!(index, bad))));
             assert!(result.is_err(), "thread {bad}");
         }
-        let sum = AtomicUsize::new(0);
+        let (sum, threads) = (AtomicUsize::new(0), pool.threads());
         pool.run(&|index| {
             sum.fetch_add(index + 1, Ordering::Relaxed);
         });
-        assert_eq!(sum.into_inner(), (1..=pool.threads()).sum::<usize>());
+        assert_eq!(sum.into_inner(), (1..=threads).sum::<usize>());
     }
 
     #[test]
@@ -325,8 +369,8 @@ mod tests {
     #[test]
     fn nobody_waits_for_a_thread_that_panicked() {
         let mut pool = Pool::new(Some(2)).expect("threads");
-        let threads = pool.threads();
-        for bad in 0..threads {
+        for bad in 0..pool.threads_max() {
+            pool.pace = Pace::new(pool.threads_max());
             let result = panic::catch_unwind(AssertUnwindSafe(|| {
                 pool.run_team(&|member| {
                     assert_ne!(member.index, bad);
@@ -335,12 +379,31 @@ mod tests {
             }));
             assert!(result.is_err(), "thread {bad}");
         }
-        let met = AtomicUsize::new(0);
+        let (met, threads) = (AtomicUsize::new(0), pool.threads());
         pool.run_team(&|member| {
             member.meet();
             met.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(met.into_inner(), threads);
+    }
+
+    #[test]
+    fn a_region_has_as_many_threads_as_the_pace_says() {
+        let mut pool = Pool::new(Some(2)).expect("threads");
+        let most = pool.threads_max();
+        let ran: Vec<AtomicUsize> = (0..most).map(|_| AtomicUsize::new(0)).collect();
+        let mut expected = vec![0; most];
+        for round in 0..20_000 {
+            // `run` may choose otherwise on a busy host, so it is told each time.
+            pool.pace = Pace::new(if round % 3 == 0 { 1 } else { most });
+            let threads = pool.threads();
+            pool.run(&|index| {
+                ran[index].fetch_add(1, Ordering::Relaxed);
+            });
+            expected[..threads].iter_mut().for_each(|n| *n += 1);
+            let ran: Vec<usize> = ran.iter().map(|n| n.load(Ordering::Relaxed)).collect();
+            assert_eq!(ran, expected, "round {round}");
+        }
     }
 
     #[test]
