@@ -19,6 +19,7 @@ mod isa;
 mod kv;
 mod linear;
 mod panel;
+pub mod peaks;
 mod pool;
 mod region;
 mod rope;
