@@ -5,15 +5,13 @@
 //! kernels, same requests, one flag apart.
 
 use crate::figures::{Figures, Rows, closed_loop, machine, median, medians, rows};
+use crate::workload::IDS;
 use llmd_protocol::message::GenerateRequest;
 use llmd_tests::daemon::Setup;
 use llmd_tests::load::Mix;
 use serde::Serialize;
 use std::error::Error;
 use std::path::Path;
-
-/// Prompts are made of ids from here up to below any real vocabulary's end: ordinary words, no special tokens.
-pub const IDS: std::ops::RangeInclusive<u32> = 1000..=30_000;
 
 /// What may be changed.
 #[derive(clap::Args)]

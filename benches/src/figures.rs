@@ -28,9 +28,11 @@ pub struct Figures {
     pub end_to_end_ms: Percentiles,
 }
 
-/// Two points of a distribution.
+/// The mean and two points of a distribution.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Percentiles {
+    /// The mean.
+    pub mean: f64,
     /// Half are below.
     pub p50: f64,
     /// 99 of 100 are below.
@@ -40,14 +42,29 @@ pub struct Percentiles {
 /// Has `clients` threads, each with a connection of its own, ask the requests one after another: whoever has its answer
 /// takes the next.
 pub fn closed_loop(daemon: &Daemon, clients: usize, requests: &[GenerateRequest]) -> Result<Figures, Box<dyn Error>> {
+    closed_loop_of(clients, requests, || {
+        let client = daemon.client();
+        Ok(move |request: &GenerateRequest| load::answer(&client, request.clone()).map_err(|error| error.to_string()))
+    })
+}
+
+/// The same with any server: `connect` makes a connection, which answers one request after another.
+pub fn closed_loop_of<C>(
+    clients: usize,
+    requests: &[GenerateRequest],
+    connect: impl Fn() -> Result<C, String> + Sync,
+) -> Result<Figures, Box<dyn Error>>
+where
+    C: Fn(&GenerateRequest) -> Result<Answer, String>,
+{
     let next = AtomicUsize::new(0);
     let begun = Instant::now();
     let answers: Vec<Answer> = thread::scope(|scope| {
         let client = || -> Result<Vec<Answer>, String> {
-            let client = daemon.client();
+            let ask = connect()?;
             let mut answers = Vec::new();
             while let Some(request) = requests.get(next.fetch_add(1, Ordering::Relaxed)) {
-                answers.push(load::answer(&client, request.clone()).map_err(|error| error.to_string())?);
+                answers.push(ask(request)?);
             }
             Ok(answers)
         };
@@ -83,7 +100,8 @@ fn percentiles(mut values: Vec<f64>) -> Percentiles {
         0 => f64::NAN,
         count => values[((count as f64 * share).ceil() as usize).clamp(1, count) - 1],
     };
-    Percentiles { p50: at(0.5), p99: at(0.99) }
+    let mean = values.iter().sum::<f64>() / values.len() as f64;
+    Percentiles { mean, p50: at(0.5), p99: at(0.99) }
 }
 
 /// The middle one; of an even number, the mean of the two in the middle.
@@ -101,13 +119,17 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
 /// Figure by figure, the median over several runs.
 pub fn medians(runs: &[Figures]) -> Figures {
     let of = |figure: fn(&Figures) -> f64| median(runs.iter().map(figure));
+    let each = |part: fn(&Figures) -> Percentiles| {
+        let of = |point: fn(Percentiles) -> f64| median(runs.iter().map(part).map(point));
+        Percentiles { mean: of(|p| p.mean), p50: of(|p| p.p50), p99: of(|p| p.p99) }
+    };
     Figures {
         wall_s: of(|f| f.wall_s),
         output_tokens_per_s: of(|f| f.output_tokens_per_s),
         total_tokens_per_s: of(|f| f.total_tokens_per_s),
-        ttft_ms: Percentiles { p50: of(|f| f.ttft_ms.p50), p99: of(|f| f.ttft_ms.p99) },
-        inter_token_ms: Percentiles { p50: of(|f| f.inter_token_ms.p50), p99: of(|f| f.inter_token_ms.p99) },
-        end_to_end_ms: Percentiles { p50: of(|f| f.end_to_end_ms.p50), p99: of(|f| f.end_to_end_ms.p99) },
+        ttft_ms: each(|f| f.ttft_ms),
+        inter_token_ms: each(|f| f.inter_token_ms),
+        end_to_end_ms: each(|f| f.end_to_end_ms),
     }
 }
 

@@ -6,7 +6,12 @@
 
 mod batching;
 mod figures;
+mod http;
+mod machine;
+mod peers;
+mod process;
 mod single;
+mod workload;
 
 use clap::{Parser, Subcommand};
 use llmd_tests::daemon;
@@ -36,6 +41,10 @@ enum Benchmark {
     Batching(batching::Options),
     /// One stream, and closed loops of 1, 8 and 32 clients; beside them llama.cpp's figures for one stream.
     Single(single::Options),
+    /// The same loads on llmd, llama.cpp's server and vLLM, in turn.
+    Peers(peers::Options),
+    /// What this machine can do at most, and how much of it llmd uses.
+    Machine(machine::Options),
 }
 
 fn main() -> ExitCode {
@@ -54,6 +63,8 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     match &arguments.benchmark {
         Benchmark::Batching(options) => conclude(arguments, &batching::run(options, &model)?),
         Benchmark::Single(options) => conclude(arguments, &single::run(options, &model)?),
+        Benchmark::Peers(options) => conclude(arguments, &peers::run(options, &model)?),
+        Benchmark::Machine(options) => conclude(arguments, &machine::run(options, &model)?),
     }
 }
 

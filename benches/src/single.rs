@@ -2,10 +2,9 @@
 //! numbers of tokens with the same file and threads in the same run.
 
 use crate::figures::{Figures, closed_loop, machine, median, medians, threads};
-use llmd_protocol::message::GenerateRequest;
+use crate::workload::{exactly, mixed};
 use llmd_tests::daemon::{Daemon, Setup};
-use llmd_tests::load::{self, Mix};
-use llmd_tests::tiny_model::Random;
+use llmd_tests::load;
 use serde::Serialize;
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -68,7 +67,7 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
             let daemon = Setup::file(model).with("--prefix-cache=false").start();
             ours.push(one_stream(&daemon, options.seed + u64::from(repetition))?);
             for ((clients, requests), runs) in LOOPS.into_iter().zip(&mut loops) {
-                runs.push(closed_loop(&daemon, clients, &mixed(options.seed, requests))?);
+                runs.push(closed_loop(&daemon, clients, &mixed(options.seed, requests, 16..=512, 16..=256))?);
             }
         }
         // The daemon is gone: the two never compete for the cores.
@@ -103,41 +102,16 @@ fn median_stream(runs: &[OneStream]) -> OneStream {
 /// One stream with nobody else there.
 fn one_stream(daemon: &Daemon, seed: u64) -> Result<OneStream, Box<dyn Error>> {
     let client = daemon.client();
-    let of = |prompt, output| Mix {
-        seed,
-        prompt_tokens: prompt..=prompt,
-        output_tokens: output..=output,
-        ids: crate::batching::IDS,
-        temperature: 0.0,
-    };
     // Pages touched and threads awake, as llama-bench has it after its warm-up.
-    load::answer(&client, of(16, 4).request(0))?;
-    let read = load::answer(&client, of(PREFILL_TOKENS, 1).request(1))?;
-    let write = load::answer(&client, of(1, DECODE_TOKENS + 1).request(2))?;
+    load::answer(&client, exactly(seed, 0, 16, 4))?;
+    let read = load::answer(&client, exactly(seed, 1, PREFILL_TOKENS, 1))?;
+    let write = load::answer(&client, exactly(seed, 2, 1, DECODE_TOKENS + 1))?;
     let first = write.token_times.first().ok_or("no tokens")?;
     let last = write.token_times.last().ok_or("no tokens")?;
     Ok(OneStream {
         prefill_512: f64::from(PREFILL_TOKENS) / read.total.as_secs_f64(),
         decode_128: f64::from(DECODE_TOKENS) / (*last - *first).as_secs_f64(),
     })
-}
-
-/// Prompts of 16 to 512 tokens and outputs of 16 to 256, short ones more often than long ones: uniform in the logarithm.
-fn mixed(seed: u64, count: u64) -> Vec<GenerateRequest> {
-    let mut random = Random(seed);
-    let mut log_uniform = |low: f64, high: f64| {
-        let share = random.between(0, 1 << 20) as f64 / f64::from(1 << 20);
-        (low * (high / low).powf(share)).round() as u32
-    };
-    (0..count)
-        .map(|number| {
-            let prompt = log_uniform(16.0, 512.0);
-            let output = log_uniform(16.0, 256.0);
-            let ids = crate::batching::IDS;
-            Mix { seed, prompt_tokens: prompt..=prompt, output_tokens: output..=output, ids, temperature: 0.0 }
-                .request(number)
-        })
-        .collect()
 }
 
 /// llama.cpp's figures, from its own benchmark.

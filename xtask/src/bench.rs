@@ -2,6 +2,7 @@
 
 use crate::build;
 use crate::failure::{Context, Failure, Result};
+use crate::place;
 use crate::setup;
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -18,7 +19,8 @@ pub fn bench(name: Option<&str>, json: Option<&Path>, arguments: &[String]) -> R
             .arg(name)
             .args(json.map(|path| [Path::new("--json"), path]).into_iter().flatten())
             .args(arguments)
-            .env("LLMD_MODEL", setup::default_model()?);
+            .env("LLMD_MODEL", setup::default_model()?)
+            .env("LLMD_PEERS", place::cache()?.join("peers"));
     } else {
         command.arg("--help");
     }

@@ -21,6 +21,7 @@ mod layer;
 mod linear;
 mod pace;
 mod panel;
+pub mod peaks;
 mod pool;
 mod profile;
 mod region;
