@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use llmd_kernels::cpu;
 use llmd_protocol::control::ModelStatus;
-use nix::sys::mman::{MlockAllFlags, mlockall};
 
 use crate::backend::cpu::CpuBackend;
 use crate::config::{Activations, Device, Isa, KvSize, KvType, SchedulerPolicy, Settings};
@@ -115,7 +114,7 @@ pub fn load(settings: &Settings, progress: &mut dyn FnMut(u64, u64)) -> Result<L
 
 /// Locks all that is mapped now: weights, cache, activations, code.
 fn lock_memory() -> Result<(), String> {
-    mlockall(MlockAllFlags::MCL_CURRENT).map_err(|error| {
+    cpu::lock_memory().map_err(|error| {
         format!("lock_memory: {error}; raise the limit (LimitMEMLOCK=infinity in the service, ulimit -l unlimited in a shell)")
     })
 }

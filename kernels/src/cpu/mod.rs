@@ -41,6 +41,7 @@ pub use kv::{KvShape, PAGE_TOKENS};
 pub use layer::{AttentionBlock, AttentionBuffers, FeedForwardBlock, FeedForwardBuffers, Linear};
 pub use linear::Output;
 pub use profile::{Phase, PhaseTime};
+pub use region::lock_memory;
 pub use rope::Rope;
 pub use weight::Weight;
 

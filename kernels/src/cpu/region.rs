@@ -82,6 +82,12 @@ impl<T: Plain> Region<T> {
     }
 }
 
+/// Locks all memory that the process has mapped by now: it is never swapped out.
+pub fn lock_memory() -> std::io::Result<()> {
+    // SAFETY: concerns where pages are kept, not what is in them.
+    if unsafe { libc::mlockall(libc::MCL_CURRENT) } == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
 impl<T: Plain> Drop for Region<T> {
     fn drop(&mut self) {
         if self.mapped_bytes > 0 {
