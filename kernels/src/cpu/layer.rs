@@ -140,7 +140,7 @@ impl CpuDevice {
             let clock = Clock::start(profile);
             let scratch = weight_scratch.of(member.index);
             let mine = member.share(rows);
-            // SAFETY, here and below: shapes were checked, buffers are borrowed exclusively, and in every phase each thread
+            // SAFETY: here and below, shapes were checked, buffers are borrowed exclusively, and in every phase each thread
             // writes rows, columns or blocks of its own and reads what phases before have written.
             unsafe { norm_rows(isa, x, mine.clone(), columns, norm, *eps, input, is_quantized) };
             clock.end(Phase::AttentionNorm, || member.meet());
@@ -198,7 +198,7 @@ impl CpuDevice {
         self.pool.run_team(&|member| {
             let clock = Clock::start(profile);
             let scratch = weight_scratch.of(member.index);
-            // SAFETY, here and below: as in `attention_block`.
+            // SAFETY: here and below, as in `attention_block`.
             unsafe { norm_rows(isa, x, member.share(rows), columns, norm, *eps, input, is_quantized) };
             clock.end(Phase::FeedForwardNorm, || member.meet());
             // SAFETY: as above.
