@@ -26,6 +26,9 @@ const READY_LIMIT: Duration = Duration::from_secs(600);
 /// Tokens read in the prefill figure.
 const PREFILL_TOKENS: u32 = 512;
 
+/// Asks a server one request.
+type Ask = dyn Fn(&GenerateRequest) -> Result<Answer, String>;
+
 /// What may be changed.
 #[derive(clap::Args)]
 pub struct Options {
@@ -284,7 +287,7 @@ impl Server {
 
     fn load(&self, clients: usize, requests: &[GenerateRequest]) -> Result<Figures, Box<dyn Error>> {
         closed_loop_of(clients, requests, || {
-            let ask: Box<dyn Fn(&GenerateRequest) -> Result<Answer, String>> = match self {
+            let ask: Box<Ask> = match self {
                 Server::Llmd(daemon) => {
                     let client = daemon.client();
                     Box::new(move |r| load::answer(&client, r.clone()).map_err(|error| error.to_string()))
