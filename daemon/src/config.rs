@@ -95,8 +95,8 @@ pub struct Config {
     /// for many and for prompts) or f32 (exact, slow) [default: int8]
     #[arg(long, env = "LLMD_ACTIVATIONS", value_name = "int8|int16|f32")]
     pub activations: Option<Written>,
-    /// Elements of the key-value cache: bf16 or f32 [default: bf16]
-    #[arg(long, env = "LLMD_KV_TYPE", value_name = "bf16|f32")]
+    /// Elements of the key-value cache: bf16, f16, int8 (half the memory) or f32 [default: bf16]
+    #[arg(long, env = "LLMD_KV_TYPE", value_name = "bf16|f16|int8|f32")]
     pub kv_type: Option<Written>,
     /// Key-value cache in blocks of 16 tokens, 1 to 268435455. Excludes kv_memory
     #[arg(long, env = "LLMD_KV_BLOCKS", value_name = "N")]

@@ -150,6 +150,8 @@ fn cpu_options(settings: &Settings) -> cpu::CpuOptions {
         },
         kv: match settings.kv_type {
             KvType::Bf16 => cpu::KvType::Bf16,
+            KvType::F16 => cpu::KvType::F16,
+            KvType::Int8 => cpu::KvType::Int8,
             KvType::F32 => cpu::KvType::F32,
         },
     }

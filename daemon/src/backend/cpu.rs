@@ -90,6 +90,8 @@ impl Backend for CpuBackend {
         };
         let kv = match self.options.kv {
             KvType::Bf16 => "bf16",
+            KvType::F16 => "f16",
+            KvType::Int8 => "int8",
             KvType::F32 => "f32",
         };
         format!("cpu, {isa}, {threads} thread{plural}, {activations} activations, {kv} keys and values")

@@ -43,6 +43,10 @@ pub enum Activations {
 pub enum KvType {
     /// Rounded to bfloat16.
     Bf16,
+    /// Rounded to half precision.
+    F16,
+    /// Rounded to bytes, with a factor for each token's head.
+    Int8,
     /// As they are.
     F32,
 }
@@ -174,7 +178,8 @@ pub(super) const ISAS: [(&str, Isa); 5] = [
 ];
 pub(super) const ACTIVATIONS: [(&str, Activations); 3] =
     [("int8", Activations::Int8), ("int16", Activations::Int16), ("f32", Activations::F32)];
-pub(super) const KV_TYPES: [(&str, KvType); 2] = [("bf16", KvType::Bf16), ("f32", KvType::F32)];
+pub(super) const KV_TYPES: [(&str, KvType); 4] =
+    [("bf16", KvType::Bf16), ("f16", KvType::F16), ("int8", KvType::Int8), ("f32", KvType::F32)];
 pub(super) const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
 pub(super) const SCHEDULERS: [(&str, SchedulerPolicy); 2] =
     [("continuous", SchedulerPolicy::Continuous), ("static", SchedulerPolicy::Static)];

@@ -47,7 +47,7 @@ fn every_bound_is_checked_and_named() {
         ("threads", "\"many\"", "from 1 to 1024"),
         ("isa", "\"neon\"", "auto, avx512, avx-vnni, avx2, portable"),
         ("activations", "\"f16\"", "int8, int16, f32"),
-        ("kv_type", "\"int8\"", "bf16, f32"),
+        ("kv_type", "\"int4\"", "bf16, f16, int8, f32"),
         ("kv_blocks", "0", "from 1 to 268435455"),
         ("kv_blocks", "268435456", "from 1 to 268435455"),
         ("kv_memory", "\"1000KiB\"", "1MiB to 64TiB"),

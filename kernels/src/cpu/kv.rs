@@ -3,7 +3,8 @@
 //! A page holds one head of one block in one layer. Keys: (head_dim / 2, 16 tokens, 2 dimensions); values: (8, head_dim
 //! padded to 16, 2 tokens) in bfloat16. In f32 the innermost pair is not interleaved: (head_dim / 2, 2, 16) and (8, 2,
 //! padded head_dim). So 16 scores, or 16 dimensions of the output, form in one register, and both kinds of pages are read
-//! the same way: row pairs of some width. Pages lie as (layers, blocks, heads, keys then values).
+//! the same way: row pairs of some width. Half precision and bytes lie as f32 does; after a page of bytes come 16 f32, what
+//! each token's bytes are multiplied by. Pages lie as (layers, blocks, heads, keys then values).
 
 use super::region::Region;
 use super::simd::Simd;
@@ -36,6 +37,8 @@ pub struct KvShape {
 /// # Safety
 /// Pointers must be good for what is read or written, as each function says.
 pub(crate) trait KvElement: Copy + 'static {
+    /// Whether each token's numbers are multiplied by a factor of their own, which stands behind the page.
+    const SCALED: bool = false;
     /// The page row pair `pair` of width `width`: `LANES` elements from `offset` on of rows 2 * pair and 2 * pair + 1.
     unsafe fn load_pair<S: Simd>(page: *const Self, pair: usize, width: usize, offset: usize) -> (S::F, S::F);
     /// Where the element `offset` of row `row` lies in a page of rows of `width`.
@@ -43,6 +46,11 @@ pub(crate) trait KvElement: Copy + 'static {
     /// `x` in this type, rounded to nearest even.
     fn from_f32(x: f32) -> Self;
 }
+
+/// Half precision.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct F16(u16);
 
 /// bfloat16.
 impl KvElement for u16 {
@@ -83,6 +91,58 @@ impl KvElement for f32 {
     }
 }
 
+impl KvElement for F16 {
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(page: *const F16, pair: usize, width: usize, offset: usize) -> (S::F, S::F) {
+        // SAFETY: as above.
+        unsafe {
+            let even = page.add(pair * 2 * width + offset).cast::<u16>();
+            (S::load_f16(even), S::load_f16(even.add(width)))
+        }
+    }
+    #[inline(always)]
+    fn index(row: usize, width: usize, offset: usize) -> usize {
+        row * width + offset
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> F16 {
+        // The greatest there is, rather than an infinity that would make the whole sequence's output NaN.
+        let max = 65_504.0;
+        F16(half::f16::from_f32(if x.is_finite() { x.clamp(-max, max) } else { x }).to_bits())
+    }
+}
+
+/// What is multiplied by the token's factor.
+impl KvElement for i8 {
+    const SCALED: bool = true;
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(page: *const i8, pair: usize, width: usize, offset: usize) -> (S::F, S::F) {
+        // SAFETY: as above.
+        unsafe {
+            let even = page.add(pair * 2 * width + offset);
+            (S::load_i8(even), S::load_i8(even.add(width)))
+        }
+    }
+    #[inline(always)]
+    fn index(row: usize, width: usize, offset: usize) -> usize {
+        row * width + offset
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> i8 {
+        x.round_ties_even() as i8
+    }
+}
+
+/// Where the factors of a page of rows of `width` stand.
+///
+/// # Safety
+/// The page is of a cache of this type, and the type is SCALED.
+#[inline(always)]
+pub(crate) unsafe fn factors<E: KvElement>(page: *const E, width: usize) -> *mut f32 {
+    // SAFETY: they follow the page's 16 * width elements.
+    unsafe { page.add(width * PAGE_TOKENS).cast_mut().cast() }
+}
+
 /// The pages.
 pub(crate) struct KvCache {
     data: Region<u8>,
@@ -95,14 +155,19 @@ pub(crate) fn value_width(head_dim: usize) -> usize {
     head_dim.next_multiple_of(16)
 }
 
+/// Bytes of a page of rows of `width`: whole lines, so that every page begins with one.
+fn page_bytes(width: usize, ty: KvType) -> usize {
+    let factors = if ty == KvType::Int8 { PAGE_TOKENS * size_of::<f32>() } else { 0 };
+    (width * PAGE_TOKENS * ty.bytes() + factors).next_multiple_of(64)
+}
+
 impl KvShape {
     fn key_page_bytes(&self, ty: KvType) -> usize {
-        // A page's start stays a multiple of 64 bytes: head_dim is even, so this is a multiple of 64 in either type.
-        self.head_dim * PAGE_TOKENS * ty.bytes()
+        page_bytes(self.head_dim, ty)
     }
 
     fn value_page_bytes(&self, ty: KvType) -> usize {
-        value_width(self.head_dim) * PAGE_TOKENS * ty.bytes()
+        page_bytes(value_width(self.head_dim), ty)
     }
 
     /// Bytes of one block over all layers, keys and values.
@@ -199,6 +264,8 @@ pub(crate) unsafe fn write(ty: KvType, pages: Pages, slot: u32, shape: &KvShape,
     unsafe {
         match ty {
             KvType::Bf16 => write_token::<u16>(pages, slot, heads, head_dim, k, v),
+            KvType::F16 => write_token::<F16>(pages, slot, heads, head_dim, k, v),
+            KvType::Int8 => write_token::<i8>(pages, slot, heads, head_dim, k, v),
             KvType::F32 => write_token::<f32>(pages, slot, heads, head_dim, k, v),
         }
     }
@@ -222,12 +289,31 @@ unsafe fn write_token<E: KvElement>(
         // SAFETY: the contract; token < 16 and d < head_dim are inside the pages by their layout.
         unsafe {
             let (keys, values) = pages.of::<E>(block, head);
-            for d in 0..head_dim {
-                *keys.add(E::index(d, PAGE_TOKENS, token)) = E::from_f32(*k.add(head * head_dim + d));
-                *values.add(E::index(token, width, d)) = E::from_f32(*v.add(head * head_dim + d));
+            let k = std::slice::from_raw_parts(k.add(head * head_dim), head_dim);
+            let v = std::slice::from_raw_parts(v.add(head * head_dim), head_dim);
+            if E::SCALED {
+                let (key_factor, key_inverse) = factor_of(k);
+                let (value_factor, value_inverse) = factor_of(v);
+                *factors(keys, head_dim).add(token) = key_factor;
+                *factors(values, width).add(token) = value_factor;
+                for d in 0..head_dim {
+                    *keys.add(E::index(d, PAGE_TOKENS, token)) = E::from_f32(k[d] * key_inverse);
+                    *values.add(E::index(token, width, d)) = E::from_f32(v[d] * value_inverse);
+                }
+            } else {
+                for d in 0..head_dim {
+                    *keys.add(E::index(d, PAGE_TOKENS, token)) = E::from_f32(k[d]);
+                    *values.add(E::index(token, width, d)) = E::from_f32(v[d]);
+                }
             }
         }
     }
+}
+
+/// What bytes are multiplied by so that the greatest is 127, and the inverse.
+fn factor_of(x: &[f32]) -> (f32, f32) {
+    let max = x.iter().fold(0.0_f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max });
+    (max / 127.0, if max > 0.0 { 127.0 / max } else { 0.0 })
 }
 
 #[cfg(test)]

@@ -135,7 +135,7 @@ impl CpuDevice {
             Input { x: attended.pointer(), quantized: self.activations.view(attended.stride() / BLOCK) };
         let (columns, x, q, k, v) = (x.columns(), x.pointer(), q.pointer(), k.pointer(), v.pointer());
         let (isa, profile) = (self.isa, self.profile.as_deref());
-        let (weight_scratch, attention_scratch) = (&self.weight_scratch, &self.attention_scratch);
+        let (weight_scratch, scores) = (&self.weight_scratch, &self.attention_scratch);
         self.pool.run_team(&|member| {
             let clock = Clock::start(profile);
             let scratch = weight_scratch.of(member.index);
@@ -162,10 +162,15 @@ impl CpuDevice {
             }
             clock.end(Phase::RopeAndCache, || member.meet());
             let share = (member.index, member.threads);
-            let own = attention_scratch.of(member.index);
+            let to = attended_input.x;
             // SAFETY: as above.
-            unsafe { attention::attention(isa, ty, batch, &block.heads, share, q, pages, attended_input.x, own) };
+            unsafe { attention::attention(isa, ty, batch, &block.heads, share, q, pages, &shape, to, scores) };
             clock.end(Phase::Attention, || member.meet());
+            if attention::may_split(batch, member.threads) {
+                // SAFETY: as above.
+                unsafe { attention::join(isa, batch, &block.heads, share, &shape, to, scores) };
+                clock.end(Phase::Attention, || member.meet());
+            }
             if output.is_quantized() {
                 // SAFETY: as above.
                 unsafe { linear::quantize_rows(isa, attended_input.x, mine, attended_input.quantized) };

@@ -41,6 +41,10 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn swap_pairs(v: Self::F) -> Self::F;
     /// `LANES` pairs of bfloat16: the even elements, the odd elements.
     unsafe fn load_bf16_pairs(from: *const u16) -> (Self::F, Self::F);
+    /// `LANES` numbers in half precision.
+    unsafe fn load_f16(from: *const u16) -> Self::F;
+    /// `LANES` bytes.
+    unsafe fn load_i8(from: *const i8) -> Self::F;
     /// Quantises 32 numbers to q = round(x / d) with d = max|x| / 127; gives d and the sums of q over each half.
     unsafe fn quantize_block(x: *const f32, q: *mut i8) -> (f32, [i32; 2]);
     /// Asks for the line at `at`, which need not be valid.
@@ -167,6 +171,18 @@ impl Simd for Portable {
         let pairs = unsafe { from.cast::<[[u16; 2]; 8]>().read_unaligned() };
         let half = |h: usize| each(|i| f32::from_bits(u32::from(pairs[i][h]) << 16));
         (half(0), half(1))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self::F {
+        // SAFETY: valid for LANES numbers by the trait's contract.
+        let bits = unsafe { from.cast::<[u16; 8]>().read_unaligned() };
+        each(|i| half::f16::from_bits(bits[i]).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self::F {
+        // SAFETY: valid for LANES bytes by the trait's contract.
+        let bytes = unsafe { from.cast::<[i8; 8]>().read_unaligned() };
+        each(|i| f32::from(bytes[i]))
     }
     #[inline(always)]
     unsafe fn quantize_block(x: *const f32, q: *mut i8) -> (f32, [i32; 2]) {

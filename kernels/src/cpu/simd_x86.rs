@@ -46,6 +46,8 @@ impl Simd for Avx512 {
         fn scale_by_power(v: __m512, n: __m512) -> __m512 = _mm512_scalef_ps(v, n);
         fn swap_pairs(v: __m512) -> __m512 = _mm512_permute_ps::<0b1011_0001>(v);
         fn prefetch(at: *const u8) = _mm_prefetch::<_MM_HINT_T0>(at.cast());
+        fn load_f16(from: *const u16) -> __m512 = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
+        fn load_i8(from: *const i8) -> __m512 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())));
         fn sum(v: __m512) -> f32 = {
             let eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
             Avx2::sum(eight)
@@ -94,6 +96,8 @@ impl Simd for Avx2 {
         fn round(v: __m256) -> __m256 = _mm256_round_ps::<NEAREST>(v);
         fn swap_pairs(v: __m256) -> __m256 = _mm256_permute_ps::<0b1011_0001>(v);
         fn prefetch(at: *const u8) = _mm_prefetch::<_MM_HINT_T0>(at.cast());
+        fn load_f16(from: *const u16) -> __m256 = _mm256_cvtph_ps(_mm_loadu_si128(from.cast()));
+        fn load_i8(from: *const i8) -> __m256 = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())));
         fn scale_by_power(v: __m256, n: __m256) -> __m256 = {
             let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             _mm256_mul_ps(v, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent)))

@@ -6,7 +6,6 @@ use crate::reference;
 
 /// One sequence's queries, keys and values, (len, heads * head_dim), and its blocks.
 struct Sequence {
-    len: usize,
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -30,7 +29,6 @@ impl Model {
             free.swap(i, random.below(i + 1));
         }
         let sequence = |&len: &usize| Sequence {
-            len,
             q: random.normals(len * heads.heads * head_dim),
             k: random.normals(len * kv_heads * head_dim),
             v: random.normals(len * kv_heads * head_dim),
@@ -79,16 +77,16 @@ impl Model {
         device.allocate_kv(KvShape { layers: 2, kv_heads, head_dim, blocks: self.blocks }).expect("memory");
     }
 
-    /// Output of all rows of sequence `s`, with keys and values rounded by `store`.
-    fn reference(&self, s: usize, store: impl Fn(f32) -> f32) -> Vec<f32> {
+    /// Output of the rows of sequence `s` at these positions, with keys and values rounded as `kv` says.
+    fn reference(&self, s: usize, kv: KvType, positions: impl IntoIterator<Item = usize>) -> Vec<f32> {
         let AttentionHeads { heads, kv_heads, head_dim, scale } = self.heads;
         let sequence = &self.sequences[s];
         let stored = |values: &[f32], head: usize, len: usize| -> Vec<f32> {
-            let token = |t: usize| values[(t * kv_heads + head) * head_dim..][..head_dim].iter().map(|&x| store(x));
+            let token = |t: usize| round_trip(kv, &values[(t * kv_heads + head) * head_dim..][..head_dim]);
             (0..len).flat_map(token).collect()
         };
         let mut out = Vec::new();
-        for t in 0..sequence.len {
+        for t in positions {
             for head in 0..heads {
                 let q = &sequence.q[(t * heads + head) * head_dim..][..head_dim];
                 let kv_head = head / (heads / kv_heads);
@@ -100,11 +98,16 @@ impl Model {
     }
 }
 
-fn round_trip(kv: KvType) -> impl Fn(f32) -> f32 {
-    move |x| match kv {
+/// What is left of one head's numbers in the cache.
+fn round_trip(kv: KvType, head: &[f32]) -> Vec<f32> {
+    let max = head.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    let stored = |&x: &f32| match kv {
         KvType::Bf16 => half::bf16::from_f32(x).to_f32(),
+        KvType::F16 => half::f16::from_f32(x).to_f32(),
+        KvType::Int8 => (x * (127.0 / max)).round_ties_even() * (max / 127.0),
         KvType::F32 => x,
-    }
+    };
+    head.iter().map(stored).collect()
 }
 
 /// (heads, kv_heads, head_dim): grouped and not, one key-value head for many, odd sizes.
@@ -117,8 +120,8 @@ fn whole_prompts_equal_the_reference_and_decoding_and_any_chunks() {
     for (heads, kv_heads, head_dim) in SHAPES {
         let lens = [1 + random.below(40), 33, 1, 70];
         let model = Model::new(&mut random, heads, kv_heads, head_dim, &lens);
-        for kv in [KvType::Bf16, KvType::F32] {
-            let want: Vec<f32> = (0..lens.len()).flat_map(|s| model.reference(s, round_trip(kv))).collect();
+        for kv in KvType::ALL {
+            let want: Vec<f32> = (0..lens.len()).flat_map(|s| model.reference(s, kv, 0..lens[s])).collect();
             for (mut one, mut two) in
                 devices(1, Activations::Int8, kv).into_iter().zip(devices(2, Activations::Int8, kv))
             {
@@ -151,26 +154,48 @@ fn whole_prompts_equal_the_reference_and_decoding_and_any_chunks() {
     }
 }
 
-/// More positions than fit a piece, so that sums are rescaled; the last rows of a long context.
+/// More positions than fit a piece, so that pieces are joined; the last rows of a long context; threads that share units.
 #[test]
 fn long_contexts() {
     let mut random = Random::new(12);
-    let len = 256 * 2 + 20;
+    let len = 256 * 4 + 20;
     let model = Model::new(&mut random, 6, 2, 64, &[len, 20]);
-    for kv in [KvType::Bf16, KvType::F32] {
-        let want = model.reference(0, round_trip(kv));
+    for kv in KvType::ALL {
         for mut device in devices(2, Activations::Int8, kv) {
             model.allocate(&mut device);
             let got = model.step(&mut device, &[(0, 0, len)]);
-            let error = relative_error(&got, &want);
-            assert!(error < 2e-6, "{} {kv:?}: {error:e}", device.isa());
-            // Decodes at and around the borders of pieces, beside another sequence's prompt.
-            for t in [0, 254, 255, 256, 257, 511, 512, len - 1] {
-                let decoded = model.step(&mut device, &[(0, t, t + 1), (1, 0, 20)]);
-                assert_eq!(bits_of(&decoded[..384]), bits_of(&got[t * 384..][..384]), "{} position {t}", device.isa());
+            // Decodes at and around the borders of pieces, alone and beside another sequence's prompt.
+            for t in [0, 254, 255, 256, 257, 511, 512, 800, len - 1] {
+                let error = relative_error(&got[t * 384..][..384], &model.reference(0, kv, [t]));
+                assert!(error < 2e-6, "{} {kv:?} at {t}: {error:e}", device.isa());
+                for parts in [&[(0, t, t + 1), (1, 0, 20)][..], &[(0, t, t + 1)]] {
+                    let decoded = model.step(&mut device, parts);
+                    assert_eq!(bits_of(&decoded[..384]), bits_of(&got[t * 384..][..384]), "{} at {t}", device.isa());
+                }
             }
         }
     }
+}
+
+/// One key-value head, so that all threads have parts of one unit, for any number of threads.
+#[test]
+fn threads_share_a_long_context() {
+    let mut random = Random::new(16);
+    let len = 256 * 9 + 100;
+    let model = Model::new(&mut random, 3, 1, 32, &[len]);
+    let mut want = None;
+    for threads in 1..=4 {
+        let options = CpuOptions { threads: Some(threads), kv: KvType::Bf16, ..CpuOptions::default() };
+        let mut device = CpuDevice::new(options).expect("a device");
+        model.allocate(&mut device);
+        model.step(&mut device, &[(0, 0, len - 5)]);
+        let got: Vec<f32> = (len - 5..len).flat_map(|t| model.step(&mut device, &[(0, t, t + 1)])).collect();
+        let bits = bits_of(&got);
+        assert_eq!(&bits, want.get_or_insert_with(|| bits.clone()), "{threads} threads");
+    }
+    let exact = model.reference(0, KvType::Bf16, len - 5..len);
+    let got: Vec<f32> = want.expect("one").iter().map(|&bits| f32::from_bits(bits)).collect();
+    assert!(relative_error(&got, &exact) < 2e-6);
 }
 
 /// What is beyond a row's own position, another's leavings among it, is never read into its result.
@@ -178,7 +203,7 @@ fn long_contexts() {
 fn leavings_in_a_block_are_not_seen() {
     let mut random = Random::new(13);
     let model = Model::new(&mut random, 3, 1, 64, &[21]);
-    for kv in [KvType::Bf16, KvType::F32] {
+    for kv in KvType::ALL {
         for mut device in devices(1, Activations::Int8, kv) {
             model.allocate(&mut device);
             let clean = model.step(&mut device, &[(0, 0, 21)]);
@@ -200,7 +225,7 @@ fn leavings_in_a_block_are_not_seen() {
 #[test]
 fn a_copied_block_holds_the_same_in_all_layers() {
     let mut random = Random::new(14);
-    for kv in [KvType::Bf16, KvType::F32] {
+    for kv in KvType::ALL {
         let mut model = Model::new(&mut random, 3, 1, 64, &[16]);
         let mut device = devices(1, Activations::Int8, kv).pop().expect("a device");
         model.allocate(&mut device);
@@ -217,9 +242,10 @@ fn a_copied_block_holds_the_same_in_all_layers() {
 #[test]
 fn the_size_of_a_block_is_what_is_allocated() {
     let shape = KvShape { layers: 30, kv_heads: 3, head_dim: 64, blocks: 10 };
-    for (kv, bytes) in [(KvType::Bf16, 2), (KvType::F32, 4)] {
+    // Bytes of a token's head; 8-bit ones have a factor.
+    for (kv, bytes) in [(KvType::Bf16, 128), (KvType::F16, 128), (KvType::Int8, 64 + 4), (KvType::F32, 256)] {
         let mut device = devices(1, Activations::Int8, kv).pop().expect("a device");
-        assert_eq!(device.kv_block_bytes(shape), 30 * 3 * 64 * 2 * PAGE_TOKENS * bytes);
+        assert_eq!(device.kv_block_bytes(shape), 30 * 3 * 2 * PAGE_TOKENS * bytes);
         let too_many = KvShape { blocks: 1 << 28, ..shape };
         assert!(matches!(device.allocate_kv(too_many), Err(CpuError::OutOfMemory { .. })));
         for bad in [
