@@ -45,8 +45,33 @@ impl Dialect {
             Dialect::Llama => (&event["tokens_evaluated"], &event["tokens_predicted"]),
             Dialect::OpenAi => (&event["usage"]["prompt_tokens"], &event["usage"]["completion_tokens"]),
         };
-        Some((u32::try_from(prompt.as_u64()?).ok()?, u32::try_from(written.as_u64()?).ok()?))
+        Some((number(prompt)?, number(written)?))
     }
+
+    /// Tokens of the prompt that were not computed, if the event says; vLLM says so only where it caches.
+    fn cached(self, event: &Value) -> Option<u32> {
+        number(match self {
+            Dialect::Llama => &event["timings"]["cache_n"],
+            Dialect::OpenAi => &event["usage"]["prompt_tokens_details"]["cached_tokens"],
+        })
+    }
+
+    /// Why the answer ended, if the event says.
+    fn reason(self, event: &Value) -> Option<FinishReason> {
+        let (reason, limit) = match self {
+            Dialect::Llama => (&event["stop_type"], "limit"),
+            Dialect::OpenAi => (&event["choices"][0]["finish_reason"], "length"),
+        };
+        match reason.as_str()? {
+            "none" => None,
+            reason if reason == limit => Some(FinishReason::Length),
+            _ => Some(FinishReason::Stop),
+        }
+    }
+}
+
+fn number(value: &Value) -> Option<u32> {
+    u32::try_from(value.as_u64()?).ok()
 }
 
 /// What servers of the OpenAI kind are told to call their model.
@@ -92,6 +117,7 @@ impl Connection {
 fn read_answer(events: impl BufRead, dialect: Dialect, begun: Instant) -> Result<Answer, String> {
     let mut usage = Usage { prompt_tokens: 0, cached_tokens: 0, output_tokens: 0 };
     let mut token_times = Vec::new();
+    let mut reason = None;
     for line in events.lines() {
         let line = line.map_err(|error| format!("the stream broke: {error}"))?;
         let Some(data) = line.strip_prefix("data:").map(str::trim).filter(|data| *data != "[DONE]") else {
@@ -104,6 +130,8 @@ fn read_answer(events: impl BufRead, dialect: Dialect, begun: Instant) -> Result
         if event.get("error").is_some_and(|error| !error.is_null()) {
             return Err(data.to_owned());
         }
+        usage.cached_tokens = dialect.cached(&event).unwrap_or(usage.cached_tokens);
+        reason = dialect.reason(&event).or(reason);
         if let Some((prompt, written)) = dialect.counts(&event) {
             usage.prompt_tokens = prompt;
             usage.output_tokens = written;
@@ -112,7 +140,7 @@ fn read_answer(events: impl BufRead, dialect: Dialect, begun: Instant) -> Result
     }
     // Only their number is known: the servers send text.
     let tokens = vec![0; usage.output_tokens as usize];
-    let reason = FinishReason::Length;
+    let reason = reason.ok_or("the stream ended without a reason")?;
     Ok(Answer { tokens, text: String::new(), reason, usage, token_times, total: begun.elapsed() })
 }
 
@@ -124,12 +152,14 @@ mod tests {
     fn events_are_counted_by_what_the_server_counts() {
         let llama = "data: {\"content\":\"a\",\"tokens_evaluated\":5,\"tokens_predicted\":1}\n\n\
                      data: {\"content\":\"bc\",\"tokens_evaluated\":5,\"tokens_predicted\":3}\n\n\
-                     data: {\"content\":\"\",\"stop\":true,\"tokens_evaluated\":5,\"tokens_predicted\":3}\n\n";
+                     data: {\"content\":\"\",\"stop\":true,\"tokens_evaluated\":5,\"tokens_predicted\":3,\
+                     \"stop_type\":\"limit\",\"timings\":{\"cache_n\":2}}\n\n";
         let answer = read_answer(llama.as_bytes(), Dialect::Llama, Instant::now()).unwrap();
         assert_eq!((answer.usage.prompt_tokens, answer.tokens.len(), answer.token_times.len()), (5, 3, 3));
         assert_eq!(answer.token_times[1], answer.token_times[2], "two that came at once");
+        assert_eq!((answer.usage.cached_tokens, answer.reason), (2, FinishReason::Length));
 
-        let openai = "data: {\"choices\":[{\"text\":\"\"}],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":1}}\n\n\
+        let openai = "data: {\"choices\":[{\"text\":\"\",\"finish_reason\":\"length\"}],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":1}}\n\n\
                       data: {\"choices\":[],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":2}}\n\ndata: [DONE]\n\n";
         let answer = read_answer(openai.as_bytes(), Dialect::OpenAi, Instant::now()).unwrap();
         assert_eq!((answer.usage.prompt_tokens, answer.token_times.len()), (4, 2));
@@ -140,5 +170,6 @@ mod tests {
         let read = |text: &str| read_answer(text.as_bytes(), Dialect::Llama, Instant::now());
         assert!(read("data: {\"error\":{\"message\":\"full\"}}\n\n").unwrap_err().contains("full"));
         assert!(read("data: {not JSON\n\n").is_err());
+        assert!(read("data: {\"content\":\"a\",\"stop_type\":\"none\"}\n\n").unwrap_err().contains("reason"));
     }
 }

@@ -8,12 +8,12 @@ use crate::http::{Connection, Dialect, MODEL_NAME};
 use crate::process;
 use crate::workload::{exactly, mixed, share_prefix};
 use indicatif::{ProgressBar, ProgressStyle};
-use llmd_protocol::message::{GenerateRequest, Prompt};
+use llmd_protocol::message::{FinishReason, GenerateRequest, Prompt};
 use llmd_tests::daemon::{Daemon, Setup};
 use llmd_tests::load::{self, Answer};
 use serde::Serialize;
 use std::error::Error;
-use std::fs;
+use std::fs::{self, File};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -32,10 +32,10 @@ type Ask = dyn Fn(&GenerateRequest) -> Result<Answer, String>;
 /// What may be changed.
 #[derive(clap::Args)]
 pub struct Options {
-    /// How often each is run; medians are shown.
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    runs: u32,
-    /// One run with a quarter of the requests.
+    /// How often each is run; medians are shown [default: 5, with --quick 1].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: Option<u32>,
+    /// A quarter of the requests, at least one for each client.
     #[arg(long)]
     quick: bool,
     /// Seed of the lengths and prompts.
@@ -93,6 +93,10 @@ struct Workload {
 struct Peer {
     name: &'static str,
     kind: Kind,
+    /// Kept from load to load and paused between, where starting takes minutes.
+    kept: Option<Server>,
+    /// Why it takes no further part.
+    failed: Option<String>,
 }
 
 enum Kind {
@@ -114,9 +118,9 @@ struct Run {
 
 /// Runs it and prints a table.
 pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
-    let runs = if options.quick { 1 } else { options.runs };
+    let runs = options.runs.unwrap_or(if options.quick { 1 } else { 5 });
     let workloads = workloads(options.seed, options.quick);
-    let (peers, skipped) = peers(&options.peers, model);
+    let (mut peers, mut skipped) = peers(&options.peers, model);
     for reason in &skipped {
         println!("SKIPPED: {reason}");
     }
@@ -125,14 +129,28 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
     let mut all: Vec<Vec<Vec<Run>>> = workloads.iter().map(|_| peers.iter().map(|_| Vec::new()).collect()).collect();
     for number in 1..=runs {
         for (workload, of_peers) in workloads.iter().zip(&mut all) {
-            for (peer, of_peer) in peers.iter().zip(of_peers) {
-                let what = format!("{number} of {runs}: {}, {}", workload.name, peer.name);
-                if bar.is_hidden() {
-                    eprintln!("{what}");
-                }
-                bar.set_message(what.clone());
-                of_peer.push(one(peer, workload).map_err(|error| format!("{what}: {error}"))?);
+            for (peer, of_peer) in peers.iter_mut().zip(of_peers) {
                 bar.inc(1);
+                if peer.failed.is_some() {
+                    continue;
+                }
+                let what = format!("{number} of {runs}: {}, {}", workload.name, peer.name);
+                bar.set_message(what.clone());
+                match one(peer, workload) {
+                    Ok(run) => {
+                        let line = format!("{what}: {:.1} tokens/s", rate(workload, &run.figures));
+                        bar.suspend(|| eprintln!("{line}"));
+                        of_peer.push(run);
+                    }
+                    Err(error) if matches!(peer.kind, Kind::Llmd(_)) => return Err(format!("{what}: {error}").into()),
+                    Err(error) => {
+                        let reason = format!("{what}: {error}");
+                        bar.suspend(|| eprintln!("SKIPPED from here on: {reason}"));
+                        peer.kept = None;
+                        peer.failed = Some(reason.clone());
+                        skipped.push(reason);
+                    }
+                }
             }
         }
     }
@@ -140,7 +158,7 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
     let mut results = Vec::new();
     for (workload, of_peers) in workloads.iter().zip(&all) {
         let mut ours = f64::NAN;
-        for (peer, runs) in peers.iter().zip(of_peers) {
+        for (peer, runs) in peers.iter().zip(of_peers).filter(|(_, runs)| !runs.is_empty()) {
             let outcome = outcome(workload, peer.name, runs, ours);
             if matches!(peer.kind, Kind::Llmd(_)) {
                 ours = outcome.rate;
@@ -162,17 +180,17 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
 }
 
 fn workloads(seed: u64, quick: bool) -> Vec<Workload> {
-    let count = |full: u64| if quick { full.div_ceil(4) } else { full };
-    let several = |number, prompt, output| (1..=count(number)).map(|n| exactly(seed, n, prompt, output)).collect();
-    let mix = |number| mixed(seed, count(number), 16..=512, 16..=256);
-    let mut shared = mixed(seed, count(48), 16..=256, 16..=256);
+    let count = |full: u64, clients: u64| if quick { full.div_ceil(4).max(clients) } else { full };
+    let several = |number, prompt, output| (1..=count(number, 1)).map(|n| exactly(seed, n, prompt, output)).collect();
+    let mix = |number, clients| mixed(seed, count(number, clients), 16..=512, 16..=256);
+    let mut shared = mixed(seed, count(48, 16), 16..=256, 16..=256);
     share_prefix(seed, 256, &mut shared);
     let of = |name, clients, rate, requests| Workload { name, clients, rate, requests };
     vec![
         of("one stream, writing at 256", 1, Rate::Writing, several(4, 256, 128)),
         of("one stream, reading 512", 1, Rate::Reading, several(8, PREFILL_TOKENS, 1)),
-        of("8 clients, mixed", 8, Rate::Output, mix(32)),
-        of("32 clients, mixed", 32, Rate::Output, mix(96)),
+        of("8 clients, mixed", 8, Rate::Output, mix(32, 8)),
+        of("32 clients, mixed", 32, Rate::Output, mix(96, 32)),
         of("16 clients, 256 shared", 16, Rate::Output, shared),
     ]
 }
@@ -196,7 +214,7 @@ fn peers(folder: &Path, model: &Path) -> (Vec<Peer>, Vec<String>) {
             Kind::Vllm { python, model } => vec![python, model],
         };
         match needs.into_iter().find(|path| !path.exists()) {
-            None => found.push(Peer { name, kind }),
+            None => found.push(Peer { name, kind, kept: None, failed: None }),
             Some(missing) => {
                 // Whoever could not set it up may have left the reason.
                 let reason = fs::read_to_string(folder.join("vllm-skipped.txt")).ok();
@@ -209,14 +227,24 @@ fn peers(folder: &Path, model: &Path) -> (Vec<Peer>, Vec<String>) {
     (found, skipped)
 }
 
-fn one(peer: &Peer, workload: &Workload) -> Result<Run, Box<dyn Error>> {
-    let server = start(peer, workload.clients)?;
+fn one(peer: &mut Peer, workload: &Workload) -> Result<Run, Box<dyn Error>> {
+    let server = match peer.kept.take() {
+        Some(server) => {
+            server.resume();
+            server
+        }
+        None => start(peer, workload.clients)?,
+    };
     // Pages touched, threads awake, memory taken: by as many as will come.
     let warm: Vec<_> = (0..workload.clients as u64).map(|number| exactly(0, number, 16, 4)).collect();
     server.load(workload.clients, &warm)?;
     let (server_before, load_before) = (process::usage(server.pid()), process::usage_alone());
     let figures = server.load(workload.clients, &workload.requests)?;
     let (server_after, load_after) = (process::usage(server.pid()), process::usage_alone());
+    if matches!(peer.kind, Kind::Vllm { .. }) {
+        server.pause();
+        peer.kept = Some(server);
+    }
     Ok(Run {
         figures,
         load_cpu_s: load_after.cpu_s - load_before.cpu_s,
@@ -250,16 +278,28 @@ fn start(peer: &Peer, clients: usize) -> Result<Server, Box<dyn Error>> {
     };
     // Free now; nobody else is expected to take it in the moment until the server does.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let log = std::env::temp_dir().join(format!("llmd-bench-peers-{}.log", std::process::id()));
+    let output = File::create(&log).map_err(|error| format!("cannot write {}: {error}", log.display()))?;
     let child = command
         .args(["--host", "127.0.0.1", "--port", &port.to_string()])
         .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
+        .stdout(output.try_clone()?)
+        .stderr(output)
         .spawn()
         .map_err(|error| format!("cannot start {:?}: {error}", command.get_program()))?;
     let mut server = Server::Http { child, port, dialect };
-    server.wait_until_ready()?;
-    Ok(server)
+    match server.wait_until_ready() {
+        Ok(()) => Ok(server),
+        Err(error) => Err(format!("{error}; its last words: {}", last_words(&log)).into()),
+    }
+}
+
+/// The last lines of a server's output.
+fn last_words(log: &Path) -> String {
+    let text = fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let lines: Vec<&str> = text.lines().rev().take(5).collect();
+    lines.into_iter().rev().collect::<Vec<_>>().join(" | ")
 }
 
 impl Server {
@@ -267,6 +307,18 @@ impl Server {
         match self {
             Server::Llmd(daemon) => daemon.pid(),
             Server::Http { child, .. } => child.id(),
+        }
+    }
+
+    fn pause(&self) {
+        if let Server::Http { child, .. } = self {
+            process::pause(child);
+        }
+    }
+
+    fn resume(&self) {
+        if let Server::Http { child, .. } = self {
+            process::resume(child);
         }
     }
 
@@ -313,9 +365,13 @@ impl Drop for Server {
 /// The answer, if exactly what was asked was read and written, from nobody's cache.
 fn checked(request: &GenerateRequest, answer: Answer) -> Result<Answer, String> {
     let Prompt::Tokens(prompt) = &request.prompt else { return Err("prompts are ids here".into()) };
-    let asked = (prompt.len(), request.sampling.max_tokens as usize, 0);
-    let got = (answer.usage.prompt_tokens as usize, answer.tokens.len(), answer.usage.cached_tokens);
-    if asked == got { Ok(answer) } else { Err(format!("(read, written, cached) should be {asked:?} and is {got:?}")) }
+    let asked = (prompt.len(), request.sampling.max_tokens as usize, 0, FinishReason::Length);
+    let got = (answer.usage.prompt_tokens as usize, answer.tokens.len(), answer.usage.cached_tokens, answer.reason);
+    if asked == got {
+        Ok(answer)
+    } else {
+        Err(format!("(read, written, cached, ended by) should be {asked:?} and is {got:?}"))
+    }
 }
 
 fn rate(workload: &Workload, figures: &Figures) -> f64 {

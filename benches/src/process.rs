@@ -14,7 +14,8 @@ const PATIENCE: Duration = Duration::from_secs(15);
 pub struct Usage {
     /// Seconds in user and kernel mode.
     pub cpu_s: f64,
-    /// Most memory resident at any time, in bytes, mapped files among it; of several processes, the sum.
+    /// Most memory resident at any time, in bytes, mapped files among it; of several processes the sum, in which what they
+    /// share counts for each.
     pub peak_bytes: u64,
 }
 
@@ -61,10 +62,22 @@ fn tree(pid: u32) -> Vec<u32> {
     found
 }
 
+/// Stops a server and its descendants, so that they take no processor while others are measured.
+pub fn pause(child: &Child) {
+    signal("-STOP", &tree(child.id()));
+}
+
+/// Lets a paused server go on.
+pub fn resume(child: &Child) {
+    signal("-CONT", &tree(child.id()));
+}
+
 /// Ends a server: asks it to, waits, and then kills what is left of it and its descendants.
 pub fn end(child: &mut Child) {
     let all = tree(child.id());
     signal("-TERM", &all[..1]);
+    // One that is paused would not hear it.
+    signal("-CONT", &all);
     let begun = Instant::now();
     while begun.elapsed() < PATIENCE && matches!(child.try_wait(), Ok(None)) {
         std::thread::sleep(Duration::from_millis(20));
