@@ -1,5 +1,8 @@
 //! Operations allocate nothing: everything is allocated before the first step.
 
+mod common;
+
+use common::Model;
 use llmd_kernels::cpu::{
     Activations, AttentionBatch, AttentionHeads, CpuDevice, CpuOptions, Isa, KvShape, KvType, Output, Rope,
 };
@@ -25,6 +28,9 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
+/// Only one test at a time may make anything while another counts.
+static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
@@ -32,6 +38,7 @@ static COUNTING: Counting = Counting;
 fn no_step_allocates() {
     const ROWS: usize = 200;
     const COLUMNS: usize = 128;
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // The counter counts.
     let before = ALLOCATIONS.load(Ordering::Relaxed);
     drop(std::hint::black_box(vec![1_u8; 10]));
@@ -80,5 +87,20 @@ fn no_step_allocates() {
             d.copy_block(0, 1);
         }
         assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{isa} {activations:?} {kv:?}");
+    }
+}
+
+#[test]
+fn no_step_of_fused_layers_allocates() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for (isa, kv) in Isa::available().flat_map(|isa| KvType::ALL.map(|kv| (isa, kv))) {
+        let options = CpuOptions { threads: Some(2), isa: Some(isa), activations: Activations::Int8, kv };
+        let mut model = Model::new(options);
+        model.step(true);
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        for is_prompt in [false, true, false] {
+            model.step(is_prompt);
+        }
+        assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{isa} {kv:?}");
     }
 }

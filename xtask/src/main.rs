@@ -11,6 +11,7 @@ mod place;
 mod report;
 mod run;
 mod setup;
+mod setup_peers;
 mod suite;
 mod test;
 mod tool;
@@ -31,7 +32,11 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Brings the default model into the cache folder ($LLMD_CACHE, else the user's own) and checks it.
-    Setup,
+    Setup {
+        /// Also builds llama.cpp and installs vLLM beside it, for `cargo xtask bench peers`: ten minutes, 4 GB.
+        #[arg(long)]
+        peers: bool,
+    },
     /// Builds in release, starts a daemon of its own and opens a chat with it.
     Run {
         /// A GGUF file to serve instead of the default model.
@@ -86,9 +91,9 @@ fn main() -> ExitCode {
 
 fn dispatch(command: Command) -> Result<ExitCode> {
     match command {
-        Command::Setup => {
-            let model = setup::default_model()?;
-            println!("{}", model.display());
+        Command::Setup { peers } => {
+            let path = if peers { setup_peers::peers()? } else { setup::default_model()? };
+            println!("{}", path.display());
             Ok(ExitCode::SUCCESS)
         }
         Command::Run { model, daemon_arg, prompt } => run::run(model, &daemon_arg, &prompt.join(" ")),

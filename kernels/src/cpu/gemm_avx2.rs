@@ -1,8 +1,9 @@
 //! Integer matrix product with AVX2, and with AVX-VNNI on top.
 //!
 //! AVX-VNNI sums four products of bytes at once, as `gemm_avx512.rs` does. AVX2 has no such instruction: `maddubs` makes
-//! pairs of them in 16 bits, which saturate. Quants of 4 bits cannot reach that, not even summed over a whole block (15 * 127 *
-//! 2 * 8 = 30,480), and bytes are taken as two such quants, their low and their high half.
+//! pairs of them in 16 bits, which saturate, out of an unsigned and a signed factor. Quants of 4 bits cannot reach that, not
+//! even summed over a whole block (15 * 127 * 2 * 8 = 30,480). Signed bytes are taken without their sign, which goes to the
+//! activation; a pair then fits (128 * 127 * 2 = 32,512), and is widened at once.
 //!
 //! 16 registers hold few accumulators. Many rows are taken in tiles of four by 8 columns, which unpack weights once for four;
 //! a single row in one of all 32 columns, which loads activations once for them.
@@ -18,6 +19,8 @@ use std::ops::Range;
 const LANES: usize = 8;
 const VECTORS: usize = PANEL_ROWS / LANES;
 const VECTOR_BYTES: usize = 32;
+/// Bytes of weights that are asked for ahead: memory answers in the time that so many take.
+const AHEAD: usize = 4096;
 
 /// out[rows][panel's 32 columns] = x * panel^T.
 ///
@@ -36,15 +39,16 @@ pub(crate) unsafe fn panel_product<F: Format, const VNNI: bool>(
     let mut row = rows.start;
     while row < rows.end {
         let left = rows.end - row;
+        let is_first = row == rows.start;
         // SAFETY: the caller's contract, for some of the rows.
         row += unsafe {
             match left {
-                1 => tiles::<F, VNNI, 1, 4>(panel, x, row, out, column),
-                2 => tiles::<F, VNNI, 2, 2>(panel, x, row, out, column),
-                3 => tiles::<F, VNNI, 3, 1>(panel, x, row, out, column),
+                1 => tiles::<F, VNNI, 1, 4>(panel, x, row, out, column, is_first),
+                2 => tiles::<F, VNNI, 2, 2>(panel, x, row, out, column, is_first),
+                3 => tiles::<F, VNNI, 3, 1>(panel, x, row, out, column, is_first),
                 // Not 4 and 1 where 3 and 2 will do.
-                5 => tiles::<F, VNNI, 3, 1>(panel, x, row, out, column),
-                _ => tiles::<F, VNNI, 4, 1>(panel, x, row, out, column),
+                5 => tiles::<F, VNNI, 3, 1>(panel, x, row, out, column, is_first),
+                _ => tiles::<F, VNNI, 4, 1>(panel, x, row, out, column, is_first),
             }
         };
     }
@@ -58,14 +62,15 @@ unsafe fn tiles<F: Format, const VNNI: bool, const R: usize, const V: usize>(
     row: usize,
     out: Rows,
     column: usize,
+    is_first: bool,
 ) -> usize {
     for vector in (0..VECTORS).step_by(V) {
         // SAFETY: the caller's contract; V divides the vectors.
         unsafe {
             if VNNI {
-                tile_vnni::<F, R, V>(panel, vector, x, row, out, column);
+                tile_vnni::<F, R, V>(panel, vector, x, row, out, column, is_first && vector == 0);
             } else {
-                tile_pairs::<F, R, V>(panel, vector, x, row, out, column);
+                tile_pairs::<F, R, V>(panel, vector, x, row, out, column, is_first && vector == 0);
             }
         }
     }
@@ -104,6 +109,7 @@ fn nibbles(v: __m256i) -> (__m256i, __m256i) {
 
 /// [`tile_product`] with AVX-VNNI.
 #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+#[allow(clippy::too_many_arguments)]
 unsafe fn tile_vnni<F: Format, const R: usize, const V: usize>(
     panel: *const u8,
     vector: usize,
@@ -111,13 +117,15 @@ unsafe fn tile_vnni<F: Format, const R: usize, const V: usize>(
     row: usize,
     out: Rows,
     column: usize,
+    is_first: bool,
 ) {
     // SAFETY: the contract is the same, and the instructions are enabled here.
-    unsafe { tile_product::<F, true, R, V>(panel, vector, x, row, out, column) }
+    unsafe { tile_product::<F, true, R, V>(panel, vector, x, row, out, column, is_first) }
 }
 
 /// [`tile_product`] with AVX2 alone.
 #[target_feature(enable = "avx2,fma,f16c")]
+#[allow(clippy::too_many_arguments)]
 unsafe fn tile_pairs<F: Format, const R: usize, const V: usize>(
     panel: *const u8,
     vector: usize,
@@ -125,13 +133,15 @@ unsafe fn tile_pairs<F: Format, const R: usize, const V: usize>(
     row: usize,
     out: Rows,
     column: usize,
+    is_first: bool,
 ) {
     // SAFETY: the contract is the same, and the instructions are enabled here.
-    unsafe { tile_product::<F, false, R, V>(panel, vector, x, row, out, column) }
+    unsafe { tile_product::<F, false, R, V>(panel, vector, x, row, out, column, is_first) }
 }
 
-/// `R` rows from `row` on, `V` vectors of columns of the panel from `first` on.
+/// `R` rows from `row` on, `V` vectors of columns of the panel from `first` on. `is_first`: nobody has read the panel yet.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn tile_product<F: Format, const VNNI: bool, const R: usize, const V: usize>(
     panel: *const u8,
     first: usize,
@@ -139,6 +149,7 @@ unsafe fn tile_product<F: Format, const VNNI: bool, const R: usize, const V: usi
     row: usize,
     out: Rows,
     column: usize,
+    is_first: bool,
 ) {
     // SAFETY: the contract of `panel_product`: offsets into a block are below F::BLOCK_BYTES, and rows and blocks are
     // inside the activations.
@@ -148,6 +159,12 @@ unsafe fn tile_product<F: Format, const VNNI: bool, const R: usize, const V: usi
         let mut sums = [[_mm256_setzero_ps(); V]; R];
         for b in 0..x.blocks {
             let block = panel.add(b * F::BLOCK_BYTES);
+            if is_first {
+                for line in (0..F::BLOCK_BYTES).step_by(64) {
+                    // What follows the panel is the next one; beyond the last, a hint at nothing.
+                    _mm_prefetch::<_MM_HINT_T0>(block.wrapping_add(AHEAD + line).cast());
+                }
+            }
             let q = q.add(b * BLOCK);
             let passes = if F::HALVES { 2 } else { 1 };
             for pass in 0..passes {
@@ -163,34 +180,37 @@ unsafe fn tile_product<F: Format, const VNNI: bool, const R: usize, const V: usi
                 };
                 let start = |r| if VNNI { offset(r) } else { _mm256_setzero_si256() };
                 let mut dots: [[__m256i; V]; R] = std::array::from_fn(|r| [start(r); V]);
-                let mut pairs = [[[_mm256_setzero_si256(); V]; R]; 2];
                 let steps = if F::FOUR_BITS { 4 } else { 8 / passes };
                 for j in pass * steps..(pass + 1) * steps {
                     for v in 0..V {
                         let w = _mm256_loadu_si256(block.add((j * VECTORS + first + v) * VECTOR_BYTES).cast());
-                        if VNNI && !F::FOUR_BITS {
+                        let q = |r: usize| q.add(r * stride + j * 4);
+                        if !F::FOUR_BITS {
+                            // What holds q + 128 is made q; what has a minimum is positive as it stands.
+                            let top = _mm256_set1_epi8(if F::MIN || VNNI { 0 } else { -128 });
+                            let w = _mm256_xor_si256(w, top);
+                            let size = _mm256_abs_epi8(w);
                             for (r, dots) in dots.iter_mut().enumerate() {
-                                dots[v] = _mm256_dpbusd_avx_epi32(dots[v], w, broadcast(q.add(r * stride + j * 4)));
+                                let a = broadcast(q(r));
+                                dots[v] = if VNNI {
+                                    _mm256_dpbusd_avx_epi32(dots[v], w, a)
+                                } else {
+                                    let pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(a, w));
+                                    _mm256_add_epi32(dots[v], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+                                };
                             }
                             continue;
                         }
                         let (low, high) = nibbles(w);
-                        for r in 0..R {
-                            let q = q.add(r * stride + j * 4);
-                            // The high halves are inputs 16 further on, or a part of the same.
-                            let (a, b) = (broadcast(q), broadcast(q.add(if F::FOUR_BITS { 16 } else { 0 })));
-                            if VNNI {
-                                let sum = _mm256_dpbusd_avx_epi32(dots[r][v], low, a);
-                                dots[r][v] = _mm256_dpbusd_avx_epi32(sum, high, b);
-                                continue;
-                            }
-                            let (low, high) = (_mm256_maddubs_epi16(low, a), _mm256_maddubs_epi16(high, b));
-                            if F::FOUR_BITS {
-                                pairs[0][r][v] = _mm256_add_epi16(pairs[0][r][v], _mm256_add_epi16(low, high));
+                        for (r, dots) in dots.iter_mut().enumerate() {
+                            // The high halves are inputs 16 further on.
+                            let (a, b) = (broadcast(q(r)), broadcast(q(r).add(16)));
+                            dots[v] = if VNNI {
+                                _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(dots[v], low, a), high, b)
                             } else {
-                                pairs[0][r][v] = _mm256_add_epi16(pairs[0][r][v], low);
-                                pairs[1][r][v] = _mm256_add_epi16(pairs[1][r][v], high);
-                            }
+                                let (low, high) = (_mm256_maddubs_epi16(low, a), _mm256_maddubs_epi16(high, b));
+                                _mm256_add_epi16(dots[v], _mm256_add_epi16(low, high))
+                            };
                         }
                     }
                 }
@@ -199,13 +219,8 @@ unsafe fn tile_product<F: Format, const VNNI: bool, const R: usize, const V: usi
                     let scale = load_scales::<F>(scales, first + v);
                     for r in 0..R {
                         let mut dot = dots[r][v];
-                        if !VNNI {
-                            let low = _mm256_madd_epi16(pairs[0][r][v], _mm256_set1_epi16(1));
-                            dot = low;
-                            if !F::FOUR_BITS {
-                                let high = _mm256_madd_epi16(pairs[1][r][v], _mm256_set1_epi16(16));
-                                dot = _mm256_add_epi32(offset(r), _mm256_add_epi32(low, high));
-                            }
+                        if !VNNI && F::FOUR_BITS {
+                            dot = _mm256_madd_epi16(dot, _mm256_set1_epi16(1));
                         }
                         let a = _mm256_set1_ps(*x.scale.add(at + r * x.blocks + b));
                         sums[r][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, a), sums[r][v]);

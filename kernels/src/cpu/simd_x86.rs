@@ -80,7 +80,7 @@ impl Simd for Avx512 {
 impl Simd for Avx2 {
     type F = __m256;
     const LANES: usize = 8;
-    const ACCUMULATORS: usize = 8;
+    const ACCUMULATORS: usize = 12;
 
     operations! {
         fn splat(x: f32) -> __m256 = _mm256_set1_ps(x);

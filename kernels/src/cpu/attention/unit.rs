@@ -189,15 +189,23 @@ impl Unit<'_> {
         unsafe {
             let mut page = 0;
             while page < n {
-                let step = if S::ACCUMULATORS >= 16 && page + 4 <= n && queries <= 3 { 4 } else { 1 };
+                // Few queries: several pages at once, so that sums are many enough to hide what each addition takes.
+                let step = match S::ACCUMULATORS {
+                    16.. if page + 4 <= n && queries <= 3 => 4,
+                    12.. if page + 2 <= n && queries <= 3 => 2,
+                    _ => 1,
+                };
                 let mut query = 0;
                 while query < queries {
                     let left = queries - query;
-                    if step == 4 {
-                        match left {
-                            1 => tile!(1, 4, query, page),
-                            2 => tile!(2, 4, query, page),
-                            _ => tile!(3, 4, query, page),
+                    if step > 1 {
+                        match (left, step) {
+                            (1, 4) => tile!(1, 4, query, page),
+                            (2, 4) => tile!(2, 4, query, page),
+                            (_, 4) => tile!(3, 4, query, page),
+                            (1, _) => tile!(1, 2, query, page),
+                            (2, _) => tile!(2, 2, query, page),
+                            _ => tile!(3, 2, query, page),
                         }
                         query += left.min(3);
                     } else if S::ACCUMULATORS >= 16 && left >= 12 {
@@ -327,7 +335,11 @@ unsafe fn weighted<S: Simd, E: KvElement>(
     unsafe {
         let mut query = 0;
         while query < lens.len() {
-            let most = if S::ACCUMULATORS >= 16 { 6 } else { 3 };
+            let most = match S::ACCUMULATORS {
+                16.. => 6,
+                12.. => 4,
+                _ => 3,
+            };
             let n = most.min(lens.len() - query);
             let (p, lens, sums) = (p.add(query * PIECE), &lens[query..query + n], sums.add(query * width));
             let mut d = 0;
