@@ -93,7 +93,8 @@ fn figures(answers: &[Answer], wall: Duration) -> Figures {
     }
 }
 
-fn percentiles(mut values: Vec<f64>) -> Percentiles {
+/// Mean and nearest ranks of any values.
+pub fn percentiles(mut values: Vec<f64>) -> Percentiles {
     values.sort_by(f64::total_cmp);
     // The nearest rank: the smallest value that so many are at or below.
     let at = |share: f64| match values.len() {

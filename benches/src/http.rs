@@ -77,7 +77,8 @@ fn number(value: &Value) -> Option<u32> {
 /// What servers of the OpenAI kind are told to call their model.
 pub const MODEL_NAME: &str = "model";
 
-/// One connection to a server, kept open between requests.
+/// A way to a server. Each request has a connection of its own: a server may close one that waits at the very moment in
+/// which the next request goes out on it.
 pub struct Connection {
     agent: ureq::Agent,
     url: String,
@@ -85,9 +86,10 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// To 127.0.0.1; made with the first request.
+    /// To 127.0.0.1.
     pub fn new(port: u16, dialect: Dialect) -> Self {
-        let agent = ureq::Agent::config_builder().timeout_global(Some(REQUEST_LIMIT)).build().into();
+        let agent =
+            ureq::Agent::config_builder().timeout_global(Some(REQUEST_LIMIT)).max_idle_connections(0).build().into();
         Self { agent, url: format!("http://127.0.0.1:{port}"), dialect }
     }
 

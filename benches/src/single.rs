@@ -1,14 +1,16 @@
-//! One stream, and closed loops of 1, 8 and 32 clients. With `--llama-bench PATH`, llama.cpp reads and writes the same
+//! One stream, eight that write with nobody arriving, and closed loops of 1, 8 and 32 clients. With `--llama-bench PATH`, llama.cpp reads and writes the same
 //! numbers of tokens with the same file and threads in the same run.
 
-use crate::figures::{Figures, closed_loop, machine, median, medians, threads};
+use crate::figures::{Figures, Percentiles, closed_loop, machine, median, medians, percentiles, threads};
 use crate::workload::{exactly, mixed};
 use llmd_tests::daemon::{Daemon, Setup};
-use llmd_tests::load;
+use llmd_tests::load::{self, Answer};
 use serde::Serialize;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Tokens read in the prefill figure: llama-bench's `pp512`.
 const PREFILL_TOKENS: u32 = 512;
@@ -16,6 +18,9 @@ const PREFILL_TOKENS: u32 = 512;
 const DECODE_TOKENS: u32 = 128;
 /// Clients of the closed loops, and requests in each.
 const LOOPS: [(usize, u64); 3] = [(1, 8), (8, 32), (32, 96)];
+
+/// Streams that write beside each other with nobody arriving, and tokens of each.
+const STEADY: (usize, u32) = (8, 256);
 
 /// What may be changed.
 #[derive(clap::Args)]
@@ -40,6 +45,8 @@ pub struct Report {
     seed: u64,
     one_stream: OneStream,
     llama_cpp: Option<OneStream>,
+    /// Milliseconds between tokens of eight streams, from the last one's first token to the first one's last.
+    steady_ms: Percentiles,
     closed_loops: Vec<Loop>,
 }
 
@@ -59,13 +66,14 @@ struct Loop {
 
 /// Runs it and prints a table.
 pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
-    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    let (mut ours, mut theirs, mut steadies) = (Vec::new(), Vec::new(), Vec::new());
     let mut loops: [Vec<Figures>; LOOPS.len()] = Default::default();
     for repetition in 1..=options.repetitions {
         eprintln!("{repetition} of {}", options.repetitions);
         {
             let daemon = Setup::file(model).with("--prefix-cache=false").start();
             ours.push(one_stream(&daemon, options.seed + u64::from(repetition))?);
+            steadies.push(steady(&daemon, options.seed + u64::from(repetition))?);
             for ((clients, requests), runs) in LOOPS.into_iter().zip(&mut loops) {
                 runs.push(closed_loop(&daemon, clients, &mixed(options.seed, requests, 16..=512, 16..=256))?);
             }
@@ -82,6 +90,11 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
         seed: options.seed,
         one_stream: median_stream(&ours),
         llama_cpp: options.llama_bench.as_ref().map(|_| median_stream(&theirs)),
+        steady_ms: Percentiles {
+            mean: median(steadies.iter().map(|run| run.mean)),
+            p50: median(steadies.iter().map(|run| run.p50)),
+            p99: median(steadies.iter().map(|run| run.p99)),
+        },
         closed_loops: LOOPS
             .into_iter()
             .zip(&loops)
@@ -97,6 +110,33 @@ fn median_stream(runs: &[OneStream]) -> OneStream {
         prefill_512: median(runs.iter().map(|run| run.prefill_512)),
         decode_128: median(runs.iter().map(|run| run.decode_128)),
     }
+}
+
+/// Times between tokens of streams that all write and none of which arrives or leaves.
+fn steady(daemon: &Daemon, seed: u64) -> Result<Percentiles, Box<dyn Error>> {
+    let begun = Instant::now();
+    // Each answer, and when it was asked for.
+    let answers = thread::scope(|scope| {
+        let ask = |number: usize| {
+            let client = daemon.client();
+            let asked = begun.elapsed();
+            load::answer(&client, exactly(seed, number as u64, 16, STEADY.1)).map(|answer| (asked, answer))
+        };
+        let threads: Vec<_> = (0..STEADY.0).map(|number| scope.spawn(move || ask(number))).collect();
+        let joined = threads.into_iter().map(|thread| thread.join().expect("no client panics"));
+        joined.collect::<Result<Vec<(Duration, Answer)>, _>>()
+    })?;
+    let times: Vec<Vec<Duration>> =
+        answers.iter().map(|(asked, answer)| answer.token_times.iter().map(|time| *asked + *time).collect()).collect();
+    let all_write = times.iter().filter_map(|times| times.first()).max().copied().ok_or("no tokens")?;
+    let one_ends = times.iter().filter_map(|times| times.last()).min().copied().ok_or("no tokens")?;
+    let between = times.iter().flat_map(|times| times.windows(2));
+    let steady = between.filter(|pair| pair[0] >= all_write && pair[1] <= one_ends);
+    let milliseconds: Vec<f64> = steady.map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3).collect();
+    if milliseconds.len() < STEADY.0 * 32 {
+        return Err("the streams hardly met: nothing to be said about them".into());
+    }
+    Ok(percentiles(milliseconds))
 }
 
 /// One stream with nobody else there.
@@ -149,6 +189,8 @@ fn print(report: &Report) {
     };
     line("writing 128 tokens", |stream| stream.decode_128);
     line("reading 512 tokens", |stream| stream.prefill_512);
+    let Percentiles { p50, p99, .. } = report.steady_ms;
+    println!("\n{} streams, nobody arriving, ms between tokens: {p50:.1} / {p99:.1} (x{:.2})", STEADY.0, p99 / p50);
     println!("\n{:>8} {:>10} {:>10} {:>16} {:>18}", "clients", "output/s", "total/s", "first, ms", "between, ms");
     println!("{:>8} {:>10} {:>10} {:>16} {:>18}", "", "", "", "p50 / p99", "p50 / p99");
     for Loop { clients, median, .. } in &report.closed_loops {
