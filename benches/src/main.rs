@@ -10,6 +10,7 @@ mod http;
 mod machine;
 mod peers;
 mod process;
+mod quality;
 mod single;
 mod workload;
 
@@ -45,6 +46,8 @@ enum Benchmark {
     Peers(peers::Options),
     /// What this machine can do at most, and how much of it llmd uses.
     Machine(machine::Options),
+    /// How well the model is computed, by rounding of activations, of keys and values, and of weights.
+    Quality(quality::Options),
 }
 
 fn main() -> ExitCode {
@@ -65,6 +68,7 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         Benchmark::Single(options) => conclude(arguments, &single::run(options, &model)?),
         Benchmark::Peers(options) => conclude(arguments, &peers::run(options, &model)?),
         Benchmark::Machine(options) => conclude(arguments, &machine::run(options, &model)?),
+        Benchmark::Quality(options) => conclude(arguments, &quality::run(options, &model)?),
     }
 }
 

@@ -49,7 +49,7 @@ pub fn all() -> Result<Vec<Suite>> {
             suites.push(Suite { name: stem, about: first_sentence(&text) });
         }
     }
-    const ORDER: [&str; 7] = [UNIT, "rules", "rings", "simulation", "golden", "end-to-end", "hostile"];
+    const ORDER: [&str; 8] = [UNIT, "rules", "rings", "simulation", "golden", "quality", "end-to-end", "hostile"];
     let place = |name: &str| ORDER.iter().position(|o| *o == name).unwrap_or(ORDER.len());
     suites.sort_by(|a, b| (place(&a.name), &a.name).cmp(&(place(&b.name), &b.name)));
     Ok(suites)
