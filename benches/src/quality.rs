@@ -219,6 +219,8 @@ impl Llama {
         let mut command = Command::new(self.programs.join("llama-perplexity"));
         command.arg("-m").arg(model).arg("-f").arg(&self.text);
         command.args(["-ctk", kv, "-ctv", kv, "--chunks", &self.windows.to_string(), "-t", &threads().to_string()]);
+        // Its flash attention rounds f32 keys and values all the same.
+        command.args(["-fa", if kv == "f32" { "off" } else { "auto" }]);
         if let Base::Kept(path) | Base::Compared(path) = base {
             command.arg("--kl-divergence-base").arg(path);
         }
