@@ -4,7 +4,7 @@
 use crate::figures::{machine, threads};
 use llmd::backend::cpu::{Activations, CpuOptions, KvType};
 use llmd::model::LoadedModel;
-use llmd_tests::quality::{Predictor, Scores, TEXT, windows};
+use llmd_tests::quality::{Predictor, SCORED, Scores, TEXT, windows};
 use serde::Serialize;
 use std::error::Error;
 use std::fs;
@@ -13,8 +13,6 @@ use std::process::{Command, Stdio};
 
 /// Roundings of activations, the exact one first.
 const ACTIVATIONS: [Activations; 3] = [Activations::F32, Activations::Int16, Activations::Int8];
-/// Types of keys and values, the exact one first.
-const KV_TYPES: [KvType; 2] = [KvType::F32, KvType::Bf16];
 /// What everything else is compared with.
 const EXACT: CpuOptions = CpuOptions { threads: None, isa: None, activations: Activations::F32, kv: KvType::F32 };
 
@@ -72,7 +70,7 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
         benchmark: "quality",
         machine: machine(),
         windows: text.len(),
-        predictions: 0,
+        predictions: text.len() * SCORED,
         skipped: Vec::new(),
         results: Vec::new(),
     };
@@ -82,13 +80,10 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
         "{:10} {:11} {:12} {:5} {:>10} {:>12} {:>12} {:>15}",
         "program", "weights", "activations", "kv", "perplexity", "mean", "p99", "same likeliest"
     );
-    let settings: Vec<CpuOptions> = ACTIVATIONS
-        .iter()
-        .flat_map(|&activations| KV_TYPES.map(|kv| CpuOptions { activations, kv, ..EXACT }))
-        .collect();
-    let outcomes = ours(&loaded, "as in file", &text, &settings)?;
-    report.predictions = outcomes.predictions;
-    report.results.extend(outcomes.results);
+    // The default is the first of its types, the exact one the last.
+    let with = |activations| KvType::ALL.into_iter().rev().map(move |kv| CpuOptions { activations, kv, ..EXACT });
+    let settings: Vec<CpuOptions> = ACTIVATIONS.into_iter().flat_map(with).collect();
+    report.results.extend(ours(&loaded, "as in file", &text, &settings)?);
     match Llama::find(&options.peers, text.len()) {
         Err(reason) => {
             println!("SKIPPED: {reason}");
@@ -100,7 +95,7 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
             let base = llama.folder.join("predictions");
             let runs = [(exact.as_path(), "f32", "f32", Base::Kept(&base))]
                 .into_iter()
-                .chain(["f32", "f16"].map(|kv| (model, "int8", kv, Base::Compared(&base))));
+                .chain(["f32", "f16", "q8_0"].map(|kv| (model, "int8", kv, Base::Compared(&base))));
             for (file, activations, kv, base) in runs {
                 report.results.push(llama.perplexity(file, "as in file", activations, kv, base)?);
             }
@@ -108,7 +103,7 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
             for weights in WEIGHTS {
                 let file = llama.requantised(model, weights)?;
                 let loaded = LoadedModel::load(&file)?;
-                report.results.extend(ours(&loaded, weights, &text, &[EXACT, CpuOptions::default()])?.results);
+                report.results.extend(ours(&loaded, weights, &text, &[EXACT, CpuOptions::default()])?);
                 let exact = llama.requantised(&file, "F32")?;
                 report.results.push(llama.perplexity(&exact, weights, "f32", "f32", Base::None)?);
                 report.results.push(llama.perplexity(&file, weights, "int8", "f16", Base::None)?);
@@ -118,20 +113,16 @@ pub fn run(options: &Options, model: &Path) -> Result<Report, Box<dyn Error>> {
     Ok(report)
 }
 
-struct Ours {
-    predictions: usize,
-    results: Vec<Outcome>,
-}
-
 /// llmd's own; the first of `settings` is what the others are compared with.
 fn ours(
     model: &LoadedModel,
     weights: &str,
     text: &[Vec<u32>],
     settings: &[CpuOptions],
-) -> Result<Ours, Box<dyn Error>> {
+) -> Result<Vec<Outcome>, Box<dyn Error>> {
+    assert_eq!(settings[0], EXACT);
     let mut exact: Vec<Vec<f32>> = Vec::new();
-    let mut found = Ours { predictions: 0, results: Vec::new() };
+    let mut outcomes = Vec::new();
     for (number, setting) in settings.iter().enumerate() {
         let mut predictor = Predictor::new(model, *setting)?;
         let mut scores = Scores::default();
@@ -142,7 +133,6 @@ fn ours(
                 exact.push(logits.to_vec());
             }
         }
-        found.predictions = scores.surprises.len();
         let divergence = (number > 0).then(|| Divergence {
             mean_nats: scores.divergence_mean(),
             p99_nats: scores.divergence_p99(),
@@ -158,9 +148,9 @@ fn ours(
             divergence,
         };
         outcome.print();
-        found.results.push(outcome);
+        outcomes.push(outcome);
     }
-    Ok(found)
+    Ok(outcomes)
 }
 
 /// What llama-perplexity does about the predictions of another run.
