@@ -36,10 +36,10 @@ const LLAMA_CPP_DIVERGENCE: f64 = 0.00251;
 const TOLERANCE: f64 = 0.005;
 /// Without rounding only the order of sums differs. Measured: 2e-6.
 const EXACT_TOLERANCE: f64 = 5e-5;
-/// Divergence is steadier than perplexity (a standard error of 3 %), so it sees what perplexity does not: as much as
-/// llama.cpp's, and a tenth more. Measured: 0.94 of llama.cpp's. Activations rounded to 100 steps instead of 127 were seen
-/// here (0.0039) and not by perplexity; cut off instead of rounded, by both (0.0106, 0.53 %).
-const DIVERGENCE_MAX: f64 = 1.1 * LLAMA_CPP_DIVERGENCE;
+/// Divergence is steadier than perplexity (a standard error of 4 % here), so it sees what perplexity does not: as much as
+/// llama.cpp's, and a quarter more. Measured: 0.94 to 0.99 of llama.cpp's. Activations rounded to 100 steps instead of 127
+/// were seen here (0.0039) and not by perplexity; cut off instead of rounded, by both (0.0106, 0.53 %).
+const DIVERGENCE_MAX: f64 = 1.25 * LLAMA_CPP_DIVERGENCE;
 /// With int16 activations what is left is the rounding of the cache to bf16. Measured: 0.000025.
 const INT16_DIVERGENCE_MAX: f64 = 0.00005;
 
