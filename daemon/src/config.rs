@@ -88,8 +88,9 @@ pub struct Config {
     /// Threads that compute: auto (one for each core this process may use) or 1 to 1024 [default: auto]
     #[arg(long, env = "LLMD_THREADS", value_name = "auto|N")]
     pub threads: Option<Written>,
-    /// Instructions the CPU kernels use: auto (the best this CPU has), avx512, avx-vnni, avx2 or portable [default: auto]
-    #[arg(long, env = "LLMD_ISA", value_name = "auto|avx512|avx-vnni|avx2|portable")]
+    /// Instructions the CPU kernels use: auto (the best this CPU has), avx512, avx-vnni or avx2 (x86-64), neon-i8mm,
+    /// neon-dotprod or neon (64-bit ARM), or portable [default: auto]
+    #[arg(long, env = "LLMD_ISA", value_name = "auto|avx512|avx-vnni|avx2|neon-i8mm|neon-dotprod|neon|portable")]
     pub isa: Option<Written>,
     /// Activations within a matrix product: int8 (fast), int16 (as good as exact; about as fast for a few streams, slower
     /// for many and for prompts) or f32 (exact, slow) [default: int8]

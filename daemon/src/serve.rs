@@ -141,6 +141,9 @@ fn cpu_options(settings: &Settings) -> cpu::CpuOptions {
             Isa::Avx512 => Some(cpu::Isa::Avx512Vnni),
             Isa::AvxVnni => Some(cpu::Isa::AvxVnni),
             Isa::Avx2 => Some(cpu::Isa::Avx2),
+            Isa::NeonI8mm => Some(cpu::Isa::NeonI8mm),
+            Isa::NeonDotprod => Some(cpu::Isa::NeonDotprod),
+            Isa::Neon => Some(cpu::Isa::Neon),
             Isa::Portable => Some(cpu::Isa::Portable),
         },
         activations: match settings.activations {

@@ -1,6 +1,7 @@
 //! Times a whole forward step in the shape of SmolLM2-135M (Q4_1, embeddings Q8_0, random numbers), without sampling:
 //!
-//! `cargo run --release -p llmd-kernels --example step_speed [portable|avx2|avx-vnni|avx512] [f32] [profile]`
+//! `cargo run --release -p llmd-kernels --example step_speed [ISA] [f32] [profile]`, where ISA is one of `portable`, `avx2`,
+//! `avx-vnni`, `avx512`, `neon`, `neon-dotprod` and `neon-i8mm`.
 //!
 //! Decoding 1, 8 and 32 sequences at a context of 256, and a prompt of 512 (with `f32`: 2,000) tokens in one go.
 //! With `profile`, where the time of the layers goes.
@@ -186,6 +187,9 @@ fn main() -> Result<(), CpuError> {
         () if has("avx2") => Some(Isa::Avx2),
         () if has("avx-vnni") => Some(Isa::AvxVnni),
         () if has("avx512") => Some(Isa::Avx512Vnni),
+        () if has("neon") => Some(Isa::Neon),
+        () if has("neon-dotprod") => Some(Isa::NeonDotprod),
+        () if has("neon-i8mm") => Some(Isa::NeonI8mm),
         () => None,
     };
     let exact = has("f32");

@@ -23,6 +23,12 @@ pub enum Isa {
     AvxVnni,
     /// AVX2 with FMA.
     Avx2,
+    /// NEON with i8mm.
+    NeonI8mm,
+    /// NEON with dotprod.
+    NeonDotprod,
+    /// NEON.
+    Neon,
     /// What every CPU has.
     Portable,
 }
@@ -169,11 +175,14 @@ impl Settings {
     }
 }
 
-pub(super) const ISAS: [(&str, Isa); 5] = [
+pub(super) const ISAS: [(&str, Isa); 8] = [
     ("auto", Isa::Auto),
     ("avx512", Isa::Avx512),
     ("avx-vnni", Isa::AvxVnni),
     ("avx2", Isa::Avx2),
+    ("neon-i8mm", Isa::NeonI8mm),
+    ("neon-dotprod", Isa::NeonDotprod),
+    ("neon", Isa::Neon),
     ("portable", Isa::Portable),
 ];
 pub(super) const ACTIVATIONS: [(&str, Activations); 3] =

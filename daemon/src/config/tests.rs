@@ -45,7 +45,7 @@ fn every_bound_is_checked_and_named() {
         ("device", "\"tpu\"", "auto or cpu"),
         ("threads", "0", "auto, or a whole number from 1 to 1024"),
         ("threads", "\"many\"", "from 1 to 1024"),
-        ("isa", "\"neon\"", "auto, avx512, avx-vnni, avx2, portable"),
+        ("isa", "\"sve\"", "auto, avx512, avx-vnni, avx2, neon-i8mm, neon-dotprod, neon, portable"),
         ("activations", "\"f16\"", "int8, int16, f32"),
         ("kv_type", "\"int4\"", "bf16, f16, int8, f32"),
         ("kv_blocks", "0", "from 1 to 268435455"),

@@ -13,11 +13,18 @@ pub enum Isa {
     AvxVnni,
     /// x86-64 with AVX-512 F, BW, DQ, VL and VNNI.
     Avx512Vnni,
+    /// 64-bit ARM with NEON, as every one has.
+    Neon,
+    /// That and `dotprod`: integer dot products of signed bytes.
+    NeonDotprod,
+    /// That and `i8mm`: integer dot products of unsigned and signed bytes.
+    NeonI8mm,
 }
 
 impl Isa {
     /// All sets, lowest first.
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::AvxVnni, Isa::Avx512Vnni];
+    pub const ALL: [Isa; 7] =
+        [Isa::Portable, Isa::Avx2, Isa::AvxVnni, Isa::Avx512Vnni, Isa::Neon, Isa::NeonDotprod, Isa::NeonI8mm];
 
     /// The best set this processor has.
     pub fn detect() -> Self {
@@ -49,9 +56,23 @@ impl Isa {
                 Isa::Avx2 => avx2(),
                 Isa::AvxVnni => avx2() && is_x86_feature_detected!("avxvnni"),
                 Isa::Avx512Vnni => avx512(),
+                Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm => false,
             }
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        {
+            use std::arch::is_aarch64_feature_detected;
+            let neon = || is_aarch64_feature_detected!("neon");
+            let dotprod = || neon() && is_aarch64_feature_detected!("dotprod");
+            match self {
+                Isa::Portable => true,
+                Isa::Neon => neon(),
+                Isa::NeonDotprod => dotprod(),
+                Isa::NeonI8mm => dotprod() && is_aarch64_feature_detected!("i8mm"),
+                Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni => false,
+            }
+        }
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
         {
             self == Isa::Portable
         }
@@ -65,6 +86,9 @@ impl fmt::Display for Isa {
             Isa::Avx2 => "AVX2",
             Isa::AvxVnni => "AVX-VNNI",
             Isa::Avx512Vnni => "AVX-512 VNNI",
+            Isa::Neon => "NEON",
+            Isa::NeonDotprod => "NEON dotprod",
+            Isa::NeonI8mm => "NEON i8mm",
         })
     }
 }
@@ -111,8 +135,13 @@ macro_rules! for_each_isa {
                     Isa::Avx512Vnni => return unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
                     Isa::Avx2 | Isa::AvxVnni => return unsafe { avx2($($arg),*) },
-                    Isa::Portable => {}
+                    _ => {}
                 }
+            }
+            #[cfg(target_arch = "aarch64")]
+            if isa.isa() != $crate::cpu::Isa::Portable {
+                // SAFETY: the contract is the body's, kept by the caller; NEON belongs to the target's baseline.
+                return unsafe { $body::<$crate::cpu::simd_neon::Neon>($($arg),*) };
             }
             let _ = isa;
             // SAFETY: the contract is the body's, kept by the caller; portable code needs no special instructions.
@@ -132,5 +161,9 @@ mod tests {
         assert_eq!(available.first(), Some(&Isa::Portable));
         assert_eq!(available.last(), Some(&Isa::detect()));
         assert!(available.is_sorted());
+        // Whoever runs this on a processor of known abilities, an emulated one say, says here what must be found.
+        if let Ok(expected) = std::env::var("LLMD_TEST_ISA") {
+            assert_eq!(Isa::detect().to_string(), expected);
+        }
     }
 }

@@ -15,6 +15,8 @@ use super::weight::{Operand, Panels, Weight};
 use super::{CpuError, PARALLEL_ELEMENTS_MIN, gemm_f32, gemm_portable};
 #[cfg(target_arch = "x86_64")]
 use super::{Isa, gemm_avx2, gemm_avx512};
+#[cfg(target_arch = "aarch64")]
+use super::{Isa, gemm_neon};
 use crate::quant::BLOCK;
 use std::ops::Range;
 
@@ -396,6 +398,18 @@ unsafe fn integer_product(
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => {
                 for_format!(p.format, F => gemm_avx2::panel_product::<F, false>(data, x, rows, out, column))
+            }
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => {
+                for_format!(p.format, F => gemm_neon::panel_product::<F, { gemm_neon::PLAIN }>(data, x, rows, out, column))
+            }
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDotprod => {
+                for_format!(p.format, F => gemm_neon::panel_product::<F, { gemm_neon::DOTPROD }>(data, x, rows, out, column))
+            }
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm => {
+                for_format!(p.format, F => gemm_neon::panel_product::<F, { gemm_neon::I8MM }>(data, x, rows, out, column))
             }
             _ => for_format!(p.format, F => gemm_portable::panel_product::<F>(data, x, rows, out, column)),
         }

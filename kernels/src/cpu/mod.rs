@@ -14,6 +14,8 @@ mod gemm_avx2;
 #[cfg(target_arch = "x86_64")]
 mod gemm_avx512;
 mod gemm_f32;
+#[cfg(target_arch = "aarch64")]
+mod gemm_neon;
 mod gemm_portable;
 mod isa;
 mod kv;
@@ -27,6 +29,8 @@ mod profile;
 mod region;
 mod rope;
 mod simd;
+#[cfg(target_arch = "aarch64")]
+mod simd_neon;
 #[cfg(target_arch = "x86_64")]
 mod simd_x86;
 #[cfg(test)]
