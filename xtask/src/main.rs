@@ -4,6 +4,7 @@
 //! and what a newcomer types are the same commands.
 #![forbid(unsafe_code)]
 
+mod aarch64;
 mod bench;
 mod build;
 mod failure;
@@ -56,7 +57,8 @@ enum Command {
         /// Names the suites and ends.
         #[arg(long)]
         list: bool,
-        /// Also what takes long: the loom models, many more simulation seeds; writes benches/full.md.
+        /// Also what takes long: the loom models, the kernels of 64-bit ARM under QEMU, many more simulation seeds; writes
+        /// benches/full.md.
         #[arg(long)]
         full: bool,
         /// A suite in which a skipped test is a failure. May be given several times.

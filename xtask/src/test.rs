@@ -3,6 +3,7 @@
 //! The last line of standard output is always `N passed, N failed` alone; the exit code is 0 only if something passed and
 //! nothing failed.
 
+use crate::aarch64;
 use crate::build::{self, Built};
 use crate::failure::Result;
 use crate::place;
@@ -73,6 +74,9 @@ pub fn test(options: &Options) -> Result<ExitCode> {
         let begun = Instant::now();
         let counts = suite::run_counted(loom()?, "loom", BINARY_LIMIT_FULL, options.show_output)?;
         lines.push(close("loom", counts, begun));
+        println!("\n== aarch64: the kernels' tests on an emulated 64-bit ARM processor");
+        let begun = Instant::now();
+        lines.push(close("aarch64", run_aarch64(options)?, begun));
         write_full(&place::workspace().join("benches/full.md"), &lines)?;
     }
     Ok(conclude(&lines))
@@ -124,6 +128,17 @@ fn environment(command: &mut Command, built: &Built, options: &Options) -> Resul
         command.env("LLMD_SIM_SEEDS", SIMULATION_SEEDS_FULL);
     }
     Ok(())
+}
+
+/// A machine without the tools, and without a way to them, is no failure; whatever the tools then say may be one.
+fn run_aarch64(options: &Options) -> Result<Counts> {
+    match aarch64::Tools::ensure() {
+        Ok(tools) => suite::run_counted(tools.tests()?, "aarch64", BINARY_LIMIT_FULL, options.show_output),
+        Err(why) => {
+            println!("SKIPPED: {why}");
+            Ok(Counts { skipped: 1, ..Counts::default() })
+        }
+    }
 }
 
 /// The loom models, in a target folder of their own: the flag changes every crate.

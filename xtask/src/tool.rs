@@ -26,9 +26,13 @@ pub fn run_to_stderr(program: &[&str], arguments: &[&str]) -> Result<()> {
 
 /// Runs it and returns the first line it prints, or None if it fails.
 pub fn first_line(program: &[&str], arguments: &[&str]) -> Option<String> {
+    output(program, arguments)?.lines().next().map(str::to_owned)
+}
+
+/// Runs it and returns what it prints, or None if it fails.
+pub fn output(program: &[&str], arguments: &[&str]) -> Option<String> {
     let output = command(program, arguments).stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
-    let text = String::from_utf8(output.stdout).ok()?;
-    if output.status.success() { text.lines().next().map(str::to_owned) } else { None }
+    String::from_utf8(output.stdout).ok().filter(|_| output.status.success())
 }
 
 fn command(program: &[&str], arguments: &[&str]) -> Command {

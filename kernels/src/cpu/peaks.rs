@@ -11,6 +11,8 @@ use std::hint::black_box;
 /// processors there are, so that none waits for another.
 #[cfg(target_arch = "x86_64")]
 const CHAINS: usize = 12;
+#[cfg(target_arch = "aarch64")]
+const CHAINS: usize = 16;
 /// Bytes that [`read`] adds up at once.
 const READ_BYTES: usize = 256;
 
@@ -65,14 +67,30 @@ impl Peak {
 
     /// All that this processor has.
     pub fn available() -> Vec<Peak> {
+        #[allow(unused_mut, reason = "processors of other kinds have none")]
         let mut peaks = Vec::new();
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         for isa in Isa::available() {
-            let mut add = |operands, per_instruction: u64, run| {
-                peaks.push(Peak { operands, isa, per_round: per_instruction * CHAINS as u64, run });
+            let mut add = |operands, per_step: u64, run| {
+                peaks.push(Peak { operands, isa, per_round: per_step * CHAINS as u64, run });
             };
+            #[cfg(target_arch = "aarch64")]
             match isa {
-                Isa::Portable => {}
+                Isa::Neon => {
+                    add(Operands::Int8, 16, arm::int8_neon);
+                    add(Operands::F32, 4, arm::f32_neon);
+                }
+                Isa::NeonDotprod => add(Operands::Int8, 16, arm::int8_dotprod),
+                Isa::NeonI8mm => {
+                    add(Operands::Int8, 32, arm::int8_i8mm);
+                    if std::arch::is_aarch64_feature_detected!("bf16") {
+                        add(Operands::Bf16, 16, arm::bf16_neon);
+                    }
+                }
+                _ => {}
+            }
+            #[cfg(target_arch = "x86_64")]
+            match isa {
                 Isa::Avx2 => {
                     add(Operands::Int8, 32, x86::int8_avx2);
                     add(Operands::F32, 8, x86::f32_avx2);
@@ -85,6 +103,7 @@ impl Peak {
                         add(Operands::Bf16, 32, x86::bf16_avx512);
                     }
                 }
+                _ => {}
             }
         }
         peaks
@@ -105,32 +124,37 @@ pub fn read(memory: &[u64]) -> u64 {
     black_box(sums.iter().fold(rest, |sum, word| sum.wrapping_add(*word)))
 }
 
+/// `$name(rounds)`: a loop over [`CHAINS`] sums, each time `$sum = $step` of two operands of type `$operand`.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! peak {
+    ($name:ident, $features:literal, $class:ident, $operand:expr, $zero:expr, |$sum:ident, $a:ident, $b:ident| $step:expr) => {
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(rounds: u64) {
+            let (mut a, $b) = (black_box($operand), black_box($operand));
+            let mut sums = [$zero; CHAINS];
+            for _ in 0..rounds {
+                for sum in &mut sums {
+                    // SAFETY: no instruction at all. The compiler must take `a` for another value now: it would
+                    // multiply once for all sums otherwise.
+                    #[cfg(target_arch = "x86_64")]
+                    unsafe { asm!("/* {0} */", inout($class) a, options(pure, nomem, nostack, preserves_flags)) };
+                    // SAFETY: as above.
+                    #[cfg(target_arch = "aarch64")]
+                    unsafe { asm!("/* {0:v} */", inout($class) a, options(pure, nomem, nostack, preserves_flags)) };
+                    let ($sum, $a) = (*sum, a);
+                    *sum = $step;
+                }
+            }
+            black_box(sums);
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{CHAINS, black_box};
     use std::arch::asm;
     use std::arch::x86_64::*;
-
-    /// `$name(rounds)`: a loop over [`CHAINS`] sums, each time `$sum = $step` of two operands of type `$operand`.
-    macro_rules! peak {
-        ($name:ident, $features:literal, $class:ident, $operand:expr, $zero:expr, |$sum:ident, $a:ident, $b:ident| $step:expr) => {
-            #[target_feature(enable = $features)]
-            pub(super) fn $name(rounds: u64) {
-                let (mut a, $b) = (black_box($operand), black_box($operand));
-                let mut sums = [$zero; CHAINS];
-                for _ in 0..rounds {
-                    for sum in &mut sums {
-                        // SAFETY: no instruction at all. The compiler must take `a` for another value now: it would
-                        // multiply once for all sums otherwise.
-                        unsafe { asm!("/* {0} */", inout($class) a, options(pure, nomem, nostack, preserves_flags)) };
-                        let ($sum, $a) = (*sum, a);
-                        *sum = $step;
-                    }
-                }
-                black_box(sums);
-            }
-        };
-    }
 
     // What the kernels do where no instruction sums four products: pairs in 16 bits, pairs of them in 32.
     peak!(int8_avx2, "avx2", ymm_reg, _mm256_set1_epi8(3), _mm256_setzero_si256(), |sum, a, b| {
@@ -154,6 +178,43 @@ mod x86 {
         // SAFETY: both types are 64 bytes of any value.
         let (a, b) = unsafe { std::mem::transmute::<(__m512i, __m512i), (__m512bh, __m512bh)>((a, b)) };
         _mm512_dpbf16_ps(sum, a, b)
+    });
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    use super::{CHAINS, black_box};
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+
+    /// `sum` after `$instruction` of it and two operands, where the standard library's function for that is not stable.
+    macro_rules! assembly {
+        ($instruction:literal, $sum:ident, $a:ident, $b:ident) => {{
+            let mut sum = $sum;
+            // SAFETY: the function that this stands in enables the instruction; registers are all it touches.
+            unsafe {
+                asm!($instruction, sum = inout(vreg) sum, a = in(vreg) $a, b = in(vreg) $b,
+                    options(pure, nomem, nostack, preserves_flags));
+            }
+            sum
+        }};
+    }
+
+    // What the kernels do where no instruction sums four products: pairs in 16 bits, pairs of them in 32.
+    peak!(int8_neon, "neon", vreg, vdupq_n_s8(3), vdupq_n_s32(0), |sum, a, b| {
+        let low = vmull_s8(vget_low_s8(a), vget_low_s8(b));
+        vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(a, b)))
+    });
+    peak!(f32_neon, "neon", vreg, vdupq_n_f32(0.5), vdupq_n_f32(0.0), |sum, a, b| vfmaq_f32(sum, a, b));
+    peak!(int8_dotprod, "neon,dotprod", vreg, vdupq_n_s8(3), vdupq_n_s32(0), |sum, a, b| {
+        assembly!("sdot {sum:v}.4s, {a:v}.16b, {b:v}.16b", sum, a, b)
+    });
+    peak!(int8_i8mm, "neon,i8mm", vreg, vdupq_n_s8(3), vdupq_n_s32(0), |sum, a, b| {
+        assembly!("usmmla {sum:v}.4s, {a:v}.16b, {b:v}.16b", sum, a, b)
+    });
+    // 0x3f00 is one half.
+    peak!(bf16_neon, "neon,bf16", vreg, vdupq_n_u16(0x3f00), vdupq_n_f32(0.0), |sum, a, b| {
+        assembly!("bfmmla {sum:v}.4s, {a:v}.8h, {b:v}.8h", sum, a, b)
     });
 }
 

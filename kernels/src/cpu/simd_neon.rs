@@ -16,6 +16,7 @@ macro_rules! operations {
     ($(fn $name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)? = $body:expr;)*) => {
         $(
             #[inline(always)]
+            #[allow(unused_unsafe, reason = "some bodies touch no memory and call only what the baseline has")]
             unsafe fn $name($($arg: $ty),*) $(-> $ret)? {
                 // SAFETY: the trait's contract: the instructions are there, pointers are good for a vector.
                 unsafe { $body }
