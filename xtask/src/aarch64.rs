@@ -1,8 +1,8 @@
-//! The kernels' tests for 64-bit ARM on an x86-64 machine: Debian's Rust compiler, which has that target's standard library as
-//! a package, linked by the linker in our own toolchain and run by QEMU.
+//! The kernels' tests for 64-bit ARM on an x86-64 machine: Debian's Rust compiler, which has that target's standard
+//! library as a package, linked by the linker in our own toolchain and run by QEMU.
 //!
-//! Nothing is installed. apt fetches packages of Debian's next release from the mirror that this machine is set up with; they
-//! are unpacked in the cache folder, where programs run with their own C library, newer perhaps than the machine's:
+//! Nothing is installed. apt fetches packages of Debian's next release from the mirror that this machine is set up with;
+//! they are unpacked in the cache folder, where programs run with their own C library, newer perhaps than the machine's:
 //!
 //! ```text
 //! aarch64.part/...        being made; thrown away at the next start
@@ -46,7 +46,12 @@ impl Tools {
             return Err(Failure::new("only an x86-64 machine is set up for this"));
         }
         let linker = linker()?;
-        let cache = place::cache()?;
+        let cache = std::path::absolute(place::cache()?).cannot("find the cache folder")?;
+        if cache.to_string_lossy().contains(char::is_whitespace) {
+            return Err(Failure::new(
+                "the cache folder has a space in its path, where cargo would part the emulator's",
+            ));
+        }
         fs::create_dir_all(&cache).cannot(format!("make the cache folder {}", cache.display()))?;
         let folder = cache.join("aarch64");
         if !folder.join("rustc").is_file() {
@@ -106,25 +111,24 @@ fn make(part: &Path) -> Result<()> {
     fs::create_dir_all(&downloads).cannot(format!("make {}", downloads.display()))?;
     let mirror = mirror()?;
     eprintln!("aarch64: fetching a compiler and QEMU from {mirror} (about 230 MB, once)");
-    let configuration = configure(&downloads, &mirror)?;
-    // An environment variable, for options on the command line are read too late for some.
-    let configured = ["env", &format!("APT_CONFIG={}", configuration.display())];
-    let apt = |arguments: &[&str]| tool::run_to_stderr(&[configured[0], configured[1], "apt-get", "-q"], arguments);
-    apt(&["update"]).cannot("learn what packages there are")?;
-    let mut arguments = vec!["install", "--simulate", "--no-install-recommends"];
-    arguments.extend(PACKAGES);
-    let plan = tool::output(&[configured[0], configured[1], "apt-get"], &arguments)
+    let configuration = format!("APT_CONFIG={}", configure(&downloads, &mirror)?.display());
+    let packages = downloads.join("packages");
+    fs::create_dir_all(&packages).cannot(format!("make {}", packages.display()))?;
+    let chdir = format!("--chdir={}", packages.display());
+    // A variable, for apt reads some options on its command line too late.
+    let apt = ["env", &chdir, &configuration, "apt-get", "--quiet"];
+    tool::run_to_stderr(&apt, &["update"]).cannot("learn what packages there are")?;
+    let plan = tool::output(&apt, &[&["install", "--simulate", "--no-install-recommends"], &PACKAGES[..]].concat())
         .ok_or_else(|| Failure::new(format!("Debian {SUITE} lacks one of {} at the moment", PACKAGES.join(", "))))?;
-    let mut packages: Vec<String> = plan.lines().filter_map(planned).collect();
-    packages.insert(0, "download".to_owned());
-    fs::create_dir_all(downloads.join("packages")).cannot("make a folder for packages")?;
-    apt_in(&downloads.join("packages"), &configured, &packages)?;
+    let wanted: Vec<String> = plan.lines().filter_map(planned).collect();
+    let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
+    tool::run_to_stderr(&apt, &[&["download"], &wanted[..]].concat()).cannot("fetch packages")?;
 
     let root = part.join("root");
     fs::create_dir_all(root.join("usr/lib")).cannot(format!("make {}", root.display()))?;
     // The merged /usr that packages take for granted.
     symlink("usr/lib", root.join("lib")).cannot("make a link to usr/lib")?;
-    for entry in fs::read_dir(downloads.join("packages")).cannot("list the packages")? {
+    for entry in fs::read_dir(&packages).cannot("list the packages")? {
         let package = entry.cannot("list the packages")?.path();
         let (package, root) = (package.to_string_lossy(), root.to_string_lossy());
         tool::run_to_stderr(&["dpkg-deb"], &["--extract", &package, &root]).cannot(format!("unpack {package}"))?;
@@ -137,25 +141,18 @@ fn make(part: &Path) -> Result<()> {
     write_compiler(part)
 }
 
-/// The mirror of this machine's own Debian release.
+/// Where this machine's own Debian packages come from.
 fn mirror() -> Result<String> {
-    let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
-    let value =
-        |key: &str| release.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim_matches('"'));
-    let (Some("debian"), Some(name)) = (value("ID="), value("VERSION_CODENAME=")) else {
-        return Err(Failure::new("only a Debian machine is set up for this"));
-    };
-    let sources =
-        tool::output(&["apt-get"], &["indextargets", "--format", "$(RELEASE) $(REPO_URI)", "Created-By: Packages"]);
-    let sources = sources.ok_or_else(|| Failure::new("apt-get does not say where packages come from"))?;
-    let mirror = sources.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    mirror.map(str::to_owned).ok_or_else(|| Failure::new("apt has no source of Debian's packages; try apt-get update"))
+    let format = ["indextargets", "--format", "$(ORIGIN)/$(LABEL) $(REPO_URI)", "Created-By: Packages"];
+    let sources = tool::output(&["apt-get"], &format).ok_or_else(|| Failure::new("this machine has no apt"))?;
+    let mirror = sources.lines().find_map(|line| line.strip_prefix("Debian/Debian "));
+    mirror.map(str::to_owned).ok_or_else(|| Failure::new("apt knows no packages of Debian's; try apt-get update"))
 }
 
 /// Writes a configuration for apt that keeps everything in `folder` and takes nothing to be installed. Proxies and
 /// credentials stay those of the machine.
 fn configure(folder: &Path, mirror: &str) -> Result<PathBuf> {
-    for name in ["lists/partial", "archives/partial"] {
+    for name in ["lists/partial", "archives/partial", "preferences"] {
         fs::create_dir_all(folder.join(name)).cannot(format!("make {name}"))?;
     }
     let keys = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -167,15 +164,20 @@ fn configure(folder: &Path, mirror: &str) -> Result<PathBuf> {
     write("status", String::new())?;
     write("sources.list", format!("deb [arch=amd64,arm64{signed}] {mirror} {SUITE} main\n"))?;
     let folder = folder.display();
-    write(
-        "apt.conf",
-        format!(
-            "Dir::Etc::sourcelist \"{folder}/sources.list\";\nDir::Etc::sourceparts \"-\";\nDir::Etc::preferencesparts \"-\";\n\
-             Dir::State \"{folder}\";\nDir::State::lists \"{folder}/lists\";\nDir::State::status \"{folder}/status\";\n\
-             Dir::Cache \"{folder}\";\nAPT::Architecture \"amd64\";\nAPT::Architectures {{ \"amd64\"; \"arm64\"; }};\n\
-             Acquire::Languages \"none\";\nAPT::Sandbox::User \"\";\n"
-        ),
-    )
+    let options = [
+        ("Dir::Etc::sourcelist", "/sources.list"),
+        ("Dir::Etc::preferencesparts", "/preferences"),
+        ("Dir::State", ""),
+        ("Dir::State::lists", "/lists"),
+        ("Dir::State::status", "/status"),
+        ("Dir::Cache", ""),
+    ];
+    let mut text: String = options.iter().map(|(option, at)| format!("{option} \"{folder}{at}\";\n")).collect();
+    text.push_str("Dir::Etc::sourceparts \"-\";\nAPT::Architecture \"amd64\";\n");
+    text.push_str("APT::Architectures { \"amd64\"; \"arm64\"; };\nAcquire::Languages \"none\";\n");
+    // The user that downloads otherwise may not enter the folder.
+    text.push_str("APT::Sandbox::User \"\";\n");
+    write("apt.conf", text)
 }
 
 /// What to download for a line of apt's plan, such as "Inst libc6:arm64 (2.43-7 Debian:testing [arm64])"; None for what a
@@ -195,16 +197,6 @@ fn planned(line: &str) -> Option<String> {
         !useless || name == "libstd-rust-dev"
     };
     wanted.then(|| format!("{name}:{}={version}", if arm { "arm64" } else { "amd64" }))
-}
-
-/// `apt-get` in a folder of its own: where downloads go.
-fn apt_in(folder: &Path, configured: &[&str], arguments: &[String]) -> Result<()> {
-    let folder = folder.to_string_lossy();
-    let mut program = vec![configured[0], "--chdir", &folder];
-    program.extend(&configured[1..]);
-    program.extend(["apt-get", "-q"]);
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    tool::run_to_stderr(&program, &arguments).cannot("fetch packages")
 }
 
 /// There is one for each kind of processor, of 400 MB together.
