@@ -1,4 +1,5 @@
-//! Integer matrix product with NEON: plain, with the dot products of `dotprod`, and with those of `i8mm`.
+//! Integer matrix product with NEON: plain, with the dot products of `dotprod`, and with those and the matrix products of
+//! `i8mm`.
 //!
 //! All three give the same bits, for integer sums are exact and f32 sums run in one order. Tiles of few rows are wide and
 //! those of more rows narrow, so that accumulators always fit 32 registers and are always enough to hide latencies.
@@ -17,11 +18,14 @@ use std::ops::Range;
 pub(crate) const PLAIN: u8 = 0;
 /// `LEVEL` with `sdot`: 16 products of signed bytes, added by fours.
 pub(crate) const DOTPROD: u8 = 1;
-/// `LEVEL` with `usdot`: the same of unsigned and signed bytes, which takes bytes that hold q + 128 as they are.
+/// `LEVEL` with `usdot`: the same of unsigned and signed bytes, which takes bytes that hold q + 128 as they are; and for
+/// more than one row with `usmmla`: 32 such products at once, of two columns with two rows.
 pub(crate) const I8MM: u8 = 2;
 
-/// Rows of a tile at most.
+/// Rows of a tile of dot products at most.
 const TILE_ROWS_MAX: usize = 4;
+/// Rows of a tile of matrix products at most.
+const MATRIX_ROWS_MAX: usize = 8;
 /// Columns of a vector.
 const LANES: usize = 4;
 
@@ -71,7 +75,7 @@ unsafe fn tiles<F: Format, const LEVEL: u8>(
     column: usize,
 ) {
     // Rows are spread evenly, so that no tile is left with one.
-    let tiles = rows.len().div_ceil(TILE_ROWS_MAX);
+    let tiles = rows.len().div_ceil(if LEVEL == I8MM { MATRIX_ROWS_MAX } else { TILE_ROWS_MAX });
     for tile in 0..tiles {
         let first = rows.start + rows.len() * tile / tiles;
         let end = rows.start + rows.len() * (tile + 1) / tiles;
@@ -79,6 +83,10 @@ unsafe fn tiles<F: Format, const LEVEL: u8>(
         unsafe {
             match end - first {
                 1 => tile_columns::<F, LEVEL, 1, 8>(panel, x, first, out, column),
+                2 if LEVEL == I8MM => matrix_columns::<F, 1, 4>(panel, x, first..end, out, column),
+                3 | 4 if LEVEL == I8MM => matrix_columns::<F, 2, 2>(panel, x, first..end, out, column),
+                5 | 6 if LEVEL == I8MM => matrix_columns::<F, 3, 1>(panel, x, first..end, out, column),
+                7.. if LEVEL == I8MM => matrix_columns::<F, 4, 1>(panel, x, first..end, out, column),
                 2 => tile_columns::<F, LEVEL, 2, 4>(panel, x, first, out, column),
                 3 => tile_columns::<F, LEVEL, 3, 2>(panel, x, first, out, column),
                 _ => tile_columns::<F, LEVEL, 4, 2>(panel, x, first, out, column),
@@ -102,6 +110,21 @@ unsafe fn tile_columns<F: Format, const LEVEL: u8, const R: usize, const V: usiz
     }
 }
 
+/// The `rows`, at most `2 * P`, `V` vectors of columns at a time.
+#[inline(always)]
+unsafe fn matrix_columns<F: Format, const P: usize, const V: usize>(
+    panel: *const u8,
+    x: Quantized,
+    rows: Range<usize>,
+    out: Rows,
+    column: usize,
+) {
+    for lane in (0..PANEL_ROWS).step_by(V * LANES) {
+        // SAFETY: the contract of `panel_product`, for some of the rows and columns.
+        unsafe { matrix_product::<F, P, V>(panel, lane, x, rows.clone(), out, column) }
+    }
+}
+
 /// 4 scales or minima of format `F`, from the `at`th of a block's 32 on.
 #[inline(always)]
 unsafe fn load_scales<F: Format>(from: *const u8, at: usize) -> float32x4_t {
@@ -118,6 +141,19 @@ unsafe fn load_scales<F: Format>(from: *const u8, at: usize) -> float32x4_t {
             options(pure, nomem, nostack, preserves_flags),
         );
         wide
+    }
+}
+
+/// What products with bytes that hold q + 128 are too much, negated, over block `at` or the half `pass` of it.
+///
+/// # Safety
+/// There is such a block.
+#[inline(always)]
+unsafe fn offset<F: Format>(x: Quantized, at: usize, pass: usize) -> i32 {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let halves = x.offset.add(at * 2);
+        if F::HALVES { *halves.add(pass) } else { *halves + *halves.add(1) }
     }
 }
 
@@ -226,11 +262,8 @@ unsafe fn tile_product<F: Format, const LEVEL: u8, const R: usize, const V: usiz
             for pass in 0..passes {
                 let mut dots = [[[vdupq_n_s32(0); 2]; V]; R];
                 if LEVEL == I8MM && !F::MIN {
-                    // Bytes that hold q + 128 begin with what that is too much.
                     for (r, dots) in dots.iter_mut().enumerate() {
-                        let offsets = x.offset.add((at + r * x.blocks + b) * 2);
-                        let offset = if F::HALVES { *offsets.add(pass) } else { *offsets + *offsets.add(1) };
-                        *dots = [[vdupq_n_s32(offset); 2]; V];
+                        *dots = [[vdupq_n_s32(offset::<F>(x, at + r * x.blocks + b, pass)); 2]; V];
                     }
                 }
                 if F::FOUR_BITS {
@@ -284,6 +317,117 @@ unsafe fn tile_product<F: Format, const LEVEL: u8, const R: usize, const V: usiz
         for (r, sums) in sums.iter().enumerate() {
             for (v, sum) in sums.iter().enumerate() {
                 vst1q_f32(out.row(row + r).add(column + lane + v * LANES), *sum);
+            }
+        }
+    }
+}
+
+/// Adds to `sums`, (2 columns, 2 rows), the products over eight inputs of `weights`, (2 columns, 8), and `a`, (2 rows, 8).
+///
+/// # Safety
+/// The processor has `i8mm`, and the function this is inlined into enables it.
+#[inline(always)]
+unsafe fn multiply(mut sums: int32x4_t, weights: uint8x16_t, a: int8x16_t) -> int32x4_t {
+    // SAFETY: the instruction is there by the contract; no memory is touched.
+    unsafe {
+        asm!(
+            "usmmla {sums:v}.4s, {weights:v}.16b, {a:v}.16b",
+            sums = inlateout(vreg) sums,
+            weights = in(vreg) weights,
+            a = in(vreg) a,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    sums
+}
+
+/// The `rows`, `2 * P` or one less, `V` vectors of columns from the `lane`th of the panel on, with `usmmla`.
+#[inline(always)]
+unsafe fn matrix_product<F: Format, const P: usize, const V: usize>(
+    panel: *const u8,
+    lane: usize,
+    x: Quantized,
+    rows: Range<usize>,
+    out: Rows,
+    column: usize,
+) {
+    // SAFETY: the contract of `panel_product`: offsets into a block are below F::BLOCK_BYTES, and rows and blocks are
+    // inside the activations.
+    unsafe {
+        // The first block of each row; a last row without a partner is its own, and computed twice.
+        let at: [[usize; 2]; P] = std::array::from_fn(|p| {
+            let row = rows.start + 2 * p;
+            [row * x.blocks, (row + 1).min(rows.end - 1) * x.blocks]
+        });
+        let low_bits = vdupq_n_u8(15);
+        let mut sums = [[[vdupq_n_f32(0.0); 2]; V]; P];
+        for b in 0..x.blocks {
+            let block = panel.add(b * F::BLOCK_BYTES);
+            // The `j`th eight inputs of columns 0 and 1, and of 2 and 3, of vector `v`: two groups of four, interleaved.
+            let weights = |j: usize, v: usize| {
+                let four = |j: usize| vld1q_u32(block.add(j * 4 * PANEL_ROWS + (lane + v * LANES) * 4).cast());
+                let (first, second) = (four(2 * j), four(2 * j + 1));
+                [vzip1q_u32(first, second), vzip2q_u32(first, second)].map(|v| vreinterpretq_u8_u32(v))
+            };
+            let activations = |j: usize, p: usize| {
+                let [first, second] = at[p].map(|at| vld1_s8(x.q.add((at + b) * BLOCK + j * 8)));
+                vcombine_s8(first, second)
+            };
+            // One pass over a block, or one over each half where halves have their own scale.
+            let passes = if F::HALVES { 2 } else { 1 };
+            for pass in 0..passes {
+                // (pairs of rows, vectors, pairs of columns) of 2 columns by 2 rows.
+                let mut dots = [[[vdupq_n_s32(0); 2]; V]; P];
+                if !F::MIN {
+                    for (dots, at) in dots.iter_mut().zip(at) {
+                        let [first, second] = at.map(|at| vdupq_n_s32(offset::<F>(x, at + b, pass)));
+                        *dots = [[vzip1q_s32(first, second); 2]; V];
+                    }
+                }
+                let eights = if F::FOUR_BITS { 2 } else { 4 / passes };
+                for j in pass * eights..(pass + 1) * eights {
+                    for v in 0..V {
+                        let bytes = weights(j, v);
+                        for (p, dots) in dots.iter_mut().enumerate() {
+                            for (dots, bytes) in dots[v].iter_mut().zip(bytes) {
+                                if F::FOUR_BITS {
+                                    *dots = multiply(*dots, vandq_u8(bytes, low_bits), activations(j, p));
+                                    *dots = multiply(*dots, vshrq_n_u8::<4>(bytes), activations(j + 2, p));
+                                } else {
+                                    *dots = multiply(*dots, bytes, activations(j, p));
+                                }
+                            }
+                        }
+                    }
+                }
+                for v in 0..V {
+                    let scale = load_scales::<F>(block.add(F::SCALES_AT + pass * F::SCALE_BYTES), lane + v * LANES);
+                    for (p, (sums, dots)) in sums.iter_mut().zip(&dots).enumerate() {
+                        let [left, right] = dots[v];
+                        let dots = [vuzp1q_s32(left, right), vuzp2q_s32(left, right)];
+                        for i in 0..2 {
+                            let a = *x.scale.add(at[p][i] + b);
+                            sums[v][i] = vfmaq_f32(sums[v][i], vcvtq_f32_s32(dots[i]), vmulq_n_f32(scale, a));
+                        }
+                    }
+                }
+            }
+            if F::MIN {
+                for v in 0..V {
+                    let min = load_scales::<F>(block.add(F::MINIMA_AT), lane + v * LANES);
+                    for (p, sums) in sums.iter_mut().enumerate() {
+                        for i in 0..2 {
+                            sums[v][i] = vfmaq_n_f32(sums[v][i], min, *x.sum.add(at[p][i] + b));
+                        }
+                    }
+                }
+            }
+        }
+        for (p, sums) in sums.iter().enumerate() {
+            for v in 0..V {
+                for (i, row) in (rows.start + 2 * p..rows.end).take(2).enumerate() {
+                    vst1q_f32(out.row(row).add(column + lane + v * LANES), sums[v][i]);
+                }
             }
         }
     }

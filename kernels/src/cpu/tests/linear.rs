@@ -176,6 +176,31 @@ fn rows_of_a_table_are_exact() {
     }
 }
 
+/// The sets of one family differ in integer instructions alone, and integer sums are exact.
+#[test]
+#[cfg(target_arch = "aarch64")]
+fn all_kinds_of_neon_give_the_same_bits() {
+    let mut random = Random::new(12);
+    let neon = |device: &CpuDevice| matches!(device.isa(), Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm);
+    for ty in WeightType::ALL {
+        for rows in 1..=9 {
+            let (outputs, columns) = (34, 512);
+            let matrix = random_matrix(&mut random, ty, outputs, columns);
+            let x = random.normals(rows * columns);
+            let mut products =
+                devices(1, Activations::Int8, KvType::Bf16).into_iter().filter(neon).map(|mut device| {
+                    let weight = device.weight(ty, outputs, columns, &matrix).expect("a weight");
+                    (device.isa(), product(&mut device, &weight, None, &x, columns))
+                });
+            if let Some((_, first)) = products.next() {
+                products.for_each(|(isa, other)| {
+                    assert_eq!(bits_of(&other), bits_of(&first), "{isa}, {}, {rows} rows", ty.name());
+                });
+            }
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_a_weight_is_an_error() {
     let mut device = CpuDevice::new(CpuOptions::default()).expect("a device");
