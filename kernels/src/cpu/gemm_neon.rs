@@ -25,7 +25,7 @@ pub(crate) const I8MM: u8 = 2;
 /// Rows of a tile of dot products at most.
 const TILE_ROWS_MAX: usize = 4;
 /// Rows of a tile of matrix products at most.
-const MATRIX_ROWS_MAX: usize = 8;
+const MATRIX_ROWS_MAX: usize = 6;
 /// Columns of a vector.
 const LANES: usize = 4;
 
@@ -85,8 +85,7 @@ unsafe fn tiles<F: Format, const LEVEL: u8>(
                 1 => tile_columns::<F, LEVEL, 1, 8>(panel, x, first, out, column),
                 2 if LEVEL == I8MM => matrix_columns::<F, 1, 4>(panel, x, first..end, out, column),
                 3 | 4 if LEVEL == I8MM => matrix_columns::<F, 2, 2>(panel, x, first..end, out, column),
-                5 | 6 if LEVEL == I8MM => matrix_columns::<F, 3, 1>(panel, x, first..end, out, column),
-                7.. if LEVEL == I8MM => matrix_columns::<F, 4, 1>(panel, x, first..end, out, column),
+                5.. if LEVEL == I8MM => matrix_columns::<F, 3, 2>(panel, x, first..end, out, column),
                 2 => tile_columns::<F, LEVEL, 2, 4>(panel, x, first, out, column),
                 3 => tile_columns::<F, LEVEL, 3, 2>(panel, x, first, out, column),
                 _ => tile_columns::<F, LEVEL, 4, 2>(panel, x, first, out, column),
@@ -219,17 +218,14 @@ fn finish<F: Format, const LEVEL: u8>(dots: Dots) -> int32x4_t {
     }
 }
 
-/// Writes `body` once for each of four constants `J`: an instruction's lane cannot be a variable.
-macro_rules! for_lane {
-    ($J:ident => $body:block) => {{
-        for_lane!(0, $J => $body);
-        for_lane!(1, $J => $body);
-        for_lane!(2, $J => $body);
-        for_lane!(3, $J => $body);
-    }};
-    ($value:literal, $J:ident => $body:block) => {{
-        const $J: i32 = $value;
-        $body
+/// Writes the body once for each value of the constant: an instruction's lane cannot be a variable, and two rounds of a
+/// loop are not always unrolled.
+macro_rules! for_each_constant {
+    ($name:ident: $ty:ident in [$($value:literal),*] => $body:block) => {{
+        $({
+            const $name: $ty = $value;
+            $body
+        })*
     }};
 }
 
@@ -268,7 +264,7 @@ unsafe fn tile_product<F: Format, const LEVEL: u8, const R: usize, const V: usiz
                 }
                 if F::FOUR_BITS {
                     let (first, second) = (activations(0), activations(1));
-                    for_lane!(J => {
+                    for_each_constant!(J: i32 in [0, 1, 2, 3] => {
                         for v in 0..V {
                             let bytes = weights(J as usize, v);
                             let low = vreinterpretq_s8_u8(vandq_u8(bytes, low_bits));
@@ -283,7 +279,7 @@ unsafe fn tile_product<F: Format, const LEVEL: u8, const R: usize, const V: usiz
                     let halves = 2 / passes;
                     for half in pass * halves..(pass + 1) * halves {
                         let a = activations(half);
-                        for_lane!(J => {
+                        for_each_constant!(J: i32 in [0, 1, 2, 3] => {
                             for v in 0..V {
                                 let mut bytes = weights(half * 4 + J as usize, v);
                                 if LEVEL != I8MM && !F::MIN {
@@ -369,9 +365,11 @@ unsafe fn matrix_product<F: Format, const P: usize, const V: usize>(
                 let (first, second) = (four(2 * j), four(2 * j + 1));
                 [vzip1q_u32(first, second), vzip2q_u32(first, second)].map(|v| vreinterpretq_u8_u32(v))
             };
-            let activations = |j: usize, p: usize| {
-                let [first, second] = at[p].map(|at| vld1_s8(x.q.add((at + b) * BLOCK + j * 8)));
-                vcombine_s8(first, second)
+            // The `j`th eight inputs of a half of a block, of both rows of pair `p`.
+            let activations = |half: usize, j: usize, p: usize| {
+                let row = |i: usize| vreinterpretq_s64_s8(vld1q_s8(x.q.add((at[p][i] + b) * BLOCK + half * 16)));
+                let eights = if j == 0 { vzip1q_s64(row(0), row(1)) } else { vzip2q_s64(row(0), row(1)) };
+                vreinterpretq_s8_s64(eights)
             };
             // One pass over a block, or one over each half where halves have their own scale.
             let passes = if F::HALVES { 2 } else { 1 };
@@ -384,20 +382,31 @@ unsafe fn matrix_product<F: Format, const P: usize, const V: usize>(
                         *dots = [[vzip1q_s32(first, second); 2]; V];
                     }
                 }
-                let eights = if F::FOUR_BITS { 2 } else { 4 / passes };
-                for j in pass * eights..(pass + 1) * eights {
-                    for v in 0..V {
-                        let bytes = weights(j, v);
-                        for (p, dots) in dots.iter_mut().enumerate() {
-                            for (dots, bytes) in dots[v].iter_mut().zip(bytes) {
-                                if F::FOUR_BITS {
-                                    *dots = multiply(*dots, vandq_u8(bytes, low_bits), activations(j, p));
-                                    *dots = multiply(*dots, vshrq_n_u8::<4>(bytes), activations(j + 2, p));
-                                } else {
-                                    *dots = multiply(*dots, bytes, activations(j, p));
+                if F::FOUR_BITS {
+                    for_each_constant!(J: usize in [0, 1] => {
+                        for v in 0..V {
+                            let bytes = weights(J, v);
+                            for (p, dots) in dots.iter_mut().enumerate() {
+                                for (dots, bytes) in dots[v].iter_mut().zip(bytes) {
+                                    *dots = multiply(*dots, vandq_u8(bytes, low_bits), activations(0, J, p));
+                                    *dots = multiply(*dots, vshrq_n_u8::<4>(bytes), activations(1, J, p));
                                 }
                             }
                         }
+                    });
+                } else {
+                    let halves = 2 / passes;
+                    for half in pass * halves..(pass + 1) * halves {
+                        for_each_constant!(J: usize in [0, 1] => {
+                            for v in 0..V {
+                                let bytes = weights(half * 2 + J, v);
+                                for (p, dots) in dots.iter_mut().enumerate() {
+                                    for (dots, bytes) in dots[v].iter_mut().zip(bytes) {
+                                        *dots = multiply(*dots, bytes, activations(half, J, p));
+                                    }
+                                }
+                            }
+                        });
                     }
                 }
                 for v in 0..V {
