@@ -9,6 +9,7 @@
 use super::buffer::Rows;
 use super::linear::Quantized;
 use super::panel::{Format, PANEL_ROWS};
+use super::simd_neon::widen;
 use crate::quant::BLOCK;
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -132,14 +133,7 @@ unsafe fn load_scales<F: Format>(from: *const u8, at: usize) -> float32x4_t {
         if F::WIDE {
             return vld1q_f32(from.add(at * 4).cast());
         }
-        let wide: float32x4_t;
-        asm!(
-            "fcvtl {wide:v}.4s, {half:v}.4h",
-            wide = lateout(vreg) wide,
-            half = in(vreg) vld1_u16(from.add(at * 2).cast()),
-            options(pure, nomem, nostack, preserves_flags),
-        );
-        wide
+        widen(vld1_u16(from.add(at * 2).cast()))
     }
 }
 

@@ -32,6 +32,22 @@ fn max4(a: float32x4_t, b: float32x4_t) -> float32x4_t {
     unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
 }
 
+/// Four numbers in half precision, widened. In assembly, for the standard library's function is not stable.
+#[inline(always)]
+pub(crate) fn widen(half: uint16x4_t) -> float32x4_t {
+    let wide: float32x4_t;
+    // SAFETY: an instruction of the target's baseline, which touches registers alone.
+    unsafe {
+        asm!(
+            "fcvtl {wide:v}.4s, {half:v}.4h",
+            wide = lateout(vreg) wide,
+            half = in(vreg) half,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    wide
+}
+
 impl Simd for Neon {
     type F = Pair;
     const LANES: usize = 8;
@@ -74,6 +90,11 @@ impl Simd for Neon {
             let pairs = [vreinterpretq_u32_u16(vld1q_u16(from)), vreinterpretq_u32_u16(vld1q_u16(from.add(8)))];
             let even = pairs.map(|v| vreinterpretq_f32_u32(vshlq_n_u32::<16>(v)));
             (even, pairs.map(|v| vreinterpretq_f32_u32(vandq_u32(v, vdupq_n_u32(0xffff_0000)))))
+        };
+        fn load_f16(from: *const u16) -> Pair = [widen(vld1_u16(from)), widen(vld1_u16(from.add(4)))];
+        fn load_i8(from: *const i8) -> Pair = {
+            let eight = vmovl_s8(vld1_s8(from));
+            [vcvtq_f32_s32(vmovl_s16(vget_low_s16(eight))), vcvtq_f32_s32(vmovl_high_s16(eight))]
         };
         fn quantize_block(x: *const f32, q: *mut i8) -> (f32, [i32; 2]) = {
             let mut max = vdupq_n_f32(0.0);
