@@ -7,7 +7,7 @@
 //! ```text
 //! aarch64.part/...        being made; thrown away at the next start
 //! aarch64/rustc           starts the compiler
-//! aarch64/root/...        what the packages hold
+//! aarch64/system/...      what the packages hold
 //! ```
 
 use crate::build;
@@ -70,10 +70,10 @@ impl Tools {
 
     /// A command that builds and runs the kernels' tests.
     pub fn tests(&self) -> Result<Command> {
-        let root = self.folder.join("root");
-        let libraries = root.join(ARM_LIBRARIES);
+        let system = self.folder.join("system");
+        let libraries = system.join(ARM_LIBRARIES);
         let mut flags = vec!["-Clinker-flavor=ld.lld".to_owned(), format!("-L{}", libraries.display())];
-        flags.push(format!("-Clink-arg=--sysroot={}", root.display()));
+        flags.push(format!("-Clink-arg=--sysroot={}", system.display()));
         flags.push("-Clink-arg=--dynamic-linker=/lib/ld-linux-aarch64.so.1".to_owned());
         // What a C compiler would add.
         for object in ["Scrt1.o", "crti.o", "crtn.o"] {
@@ -81,7 +81,7 @@ impl Tools {
         }
         let variable = |what: &str| format!("CARGO_TARGET_{}_{what}", TARGET.to_uppercase().replace('-', "_"));
         let emulator =
-            [root.join("usr/bin/qemu-aarch64").as_path(), "-L".as_ref(), &root, "-cpu".as_ref(), "max".as_ref()]
+            [system.join("usr/bin/qemu-aarch64").as_path(), "-L".as_ref(), &system, "-cpu".as_ref(), "max".as_ref()]
                 .map(|part| part.display().to_string());
         let mut command = build::cargo();
         command
@@ -124,18 +124,18 @@ fn make(part: &Path) -> Result<()> {
     let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
     tool::run_to_stderr(&apt, &[&["download"], &wanted[..]].concat()).cannot("fetch packages")?;
 
-    let root = part.join("root");
-    fs::create_dir_all(root.join("usr/lib")).cannot(format!("make {}", root.display()))?;
+    let system = part.join("system");
+    fs::create_dir_all(system.join("usr/lib")).cannot(format!("make {}", system.display()))?;
     // The merged /usr that packages take for granted.
-    symlink("usr/lib", root.join("lib")).cannot("make a link to usr/lib")?;
+    symlink("usr/lib", system.join("lib")).cannot("make a link to usr/lib")?;
     for entry in fs::read_dir(&packages).cannot("list the packages")? {
         let package = entry.cannot("list the packages")?.path();
-        let (package, root) = (package.to_string_lossy(), root.to_string_lossy());
-        tool::run_to_stderr(&["dpkg-deb"], &["--extract", &package, &root]).cannot(format!("unpack {package}"))?;
+        let (package, system) = (package.to_string_lossy(), system.to_string_lossy());
+        tool::run_to_stderr(&["dpkg-deb"], &["--extract", &package, &system]).cannot(format!("unpack {package}"))?;
     }
-    keep_one_emulator(&root.join("usr/bin"))?;
+    keep_one_emulator(&system.join("usr/bin"))?;
     // Else in a package with a whole C compiler.
-    let libraries = root.join(ARM_LIBRARIES);
+    let libraries = system.join(ARM_LIBRARIES);
     symlink("libgcc_s.so.1", libraries.join("libgcc_s.so")).cannot("make a link to libgcc_s")?;
     fs::remove_dir_all(&downloads).cannot(format!("remove {}", downloads.display()))?;
     write_compiler(part)
@@ -214,9 +214,9 @@ fn keep_one_emulator(programs: &Path) -> Result<()> {
 /// Writes the program that starts the compiler, last of all.
 fn write_compiler(folder: &Path) -> Result<()> {
     let script = format!(
-        "#!/bin/sh\n# The compiler, with the C library it was made for.\nroot=$(dirname \"$0\")/root\n\
-         exec \"$root/{MACHINE_LIBRARIES}/ld-linux-x86-64.so.2\" --library-path \"$root/{MACHINE_LIBRARIES}\" \
-         \"$root/usr/bin/rustc\" --sysroot \"$root/usr\" \"$@\"\n"
+        "#!/bin/sh\n# The compiler, with the C library it was made for.\nsystem=$(dirname \"$0\")/system\n\
+         exec \"$system/{MACHINE_LIBRARIES}/ld-linux-x86-64.so.2\" --library-path \"$system/{MACHINE_LIBRARIES}\" \
+         \"$system/usr/bin/rustc\" --sysroot \"$system/usr\" \"$@\"\n"
     );
     let path = folder.join("rustc");
     fs::write(&path, script).cannot(format!("write {}", path.display()))?;
